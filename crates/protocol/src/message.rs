@@ -1,0 +1,257 @@
+//! Requests and replies. They are encoded with postcard, in which a field has no name: variants are only ever
+//! appended, and a struct is never changed once released; a new one is added beside it.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+/// # Panics
+/// Never: the types here have no map without length and no failing serializer.
+pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
+    postcard::to_stdvec(message).expect("messages are plain data")
+}
+
+/// # Errors
+/// The bytes are not exactly one message of this type.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Malformed> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((message, [])) => Ok(message),
+        Ok(_) | Err(_) => Err(Malformed),
+    }
+}
+
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("a message cannot be read")]
+pub struct Malformed;
+
+/// Names in a guest are bytes: they need not be UTF-8. Absolute, without NUL; the agent resolves `.` and `..`.
+pub type PathBytes = serde_bytes::ByteBuf;
+
+/// Opens a stream. Beside each: what comes back on it. Every stream may instead end with [`Reply::Failed`].
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
+pub enum Request {
+    /// [`Reply::Done`]. Proves that the guest answers.
+    Ping,
+    /// [`Reply::Done`]. After a restore, before anything else.
+    Repair(Repair),
+    /// [`Reply::Done`]. Flush every writable file system.
+    Sync,
+    /// [`Reply::Done`], then the guest powers off: execs ended (TERM, grace, KILL), file systems flushed, root read-only.
+    Shutdown { grace_ms: u32 },
+    /// [`Reply::Done`]: quiet for a bake or a snapshot: nothing half-done, caches written.
+    Quiesce,
+
+    /// Starts an exec and watches it, as [`Request::ExecWatch`] from offset 0 does: [`Reply::ExecStarted`] first.
+    /// Where [`ExecStart::has_stdin`], `Content` data and a finish from the host are its standard input. An id that exists already:
+    /// [`ErrorCode::Conflict`], nothing is started. A reset of the stream ends the watching, never the exec.
+    ExecStart(ExecStart),
+    /// [`Reply::ExecStarted`], then `Stdout` and `Stderr` data from these offsets on as they come, in the order the
+    /// agent read them; after the last byte of both [`Reply::ExecEnded`] and a finish. Unknown: [`ErrorCode::NotFound`].
+    ExecWatch { id: String, stdout_offset: u64, stderr_offset: u64 },
+    /// [`Reply::ExecStatus`] at once.
+    ExecStatus { id: String },
+    /// [`Reply::Execs`].
+    ExecList,
+    /// [`Reply::Done`]: TERM to the whole tree, KILL after the grace. Idempotent.
+    ExecCancel { id: String, grace_ms: u32 },
+    /// [`Reply::Done`]: the host needs the record and output of this ended exec no longer. Idempotent.
+    ExecForget { id: String },
+
+    /// [`Reply::File`], then `Content` data and a finish. Only regular files.
+    FileRead(FileRead),
+    /// `Content` data and a finish from the host, then [`Reply::Written`]. Without the finish nothing becomes visible.
+    FileWrite(FileWrite),
+    /// [`Reply::Done`], also when it is missing; recursive; a link is deleted, not what it points to.
+    FileDelete { path: PathBytes },
+    /// [`Reply::Entries`] in batches, then a finish. `depth` 1: the directory's own entries.
+    DirList { path: PathBytes, depth: u32 },
+    /// [`Reply::Entries`] with one entry. Links are not followed.
+    FileStat { path: PathBytes },
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
+pub enum Reply {
+    Done,
+    Failed(Failure),
+    ExecStarted { pid: u32 },
+    ExecEnded(ExecStatus),
+    ExecStatus(ExecStatus),
+    Execs(Vec<(String, ExecStatus)>),
+    File(FileHead),
+    Written { bytes: u64, etag: String },
+    Entries(Vec<Entry>),
+}
+
+/// Everything by which a clone becomes a machine of its own.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
+pub struct Repair {
+    /// Mixed into the kernel's generator, which is then reseeded.
+    pub entropy: [u8; 32],
+    /// Nanoseconds since 1970, UTC.
+    pub unix_time_ns: u64,
+    pub host_name: String,
+    /// 32 lower-case hexadecimal digits, for `/etc/machine-id`.
+    pub machine_id: String,
+    pub network: Network,
+    /// Grow the root file system to the size of its disk (it was resized while the machine stood still).
+    pub grow_root: bool,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Network {
+    pub address: [u8; 4],
+    pub prefix: u8,
+    /// Also the resolver.
+    pub gateway: [u8; 4],
+}
+
+#[derive(Clone, Serialize, Deserialize, PartialEq)]
+pub struct ExecStart {
+    /// Unique in this guest; `[A-Za-z0-9._-]{1,128}`.
+    pub id: String,
+    pub command: Command,
+    /// Default: the user's home.
+    pub working_directory: Option<PathBytes>,
+    /// On top of `HOME`, `PATH`, `LANG`, `USER`.
+    pub environment: Vec<(String, String)>,
+    /// A name or a number, also `user:group`. Default root.
+    pub user: Option<String>,
+    pub has_stdin: bool,
+    /// 0: none. The whole tree is killed then.
+    pub timeout_ms: u64,
+    /// Bytes kept of each stream; what comes beyond is counted and dropped.
+    pub output_limit: u64,
+}
+
+impl std::fmt::Debug for ExecStart {
+    /// The environment and the command may hold secrets.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ExecStart").field("id", &self.id).field("timeout_ms", &self.timeout_ms).finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub enum Command {
+    /// For `bash -c` where there is bash, else `sh -c`, of any length.
+    Script(serde_bytes::ByteBuf),
+    Arguments(Vec<serde_bytes::ByteBuf>),
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct ExecStatus {
+    pub state: ExecState,
+    /// 128 + n for a death by signal n. `None` while running.
+    pub exit_code: Option<i32>,
+    pub killed_for_memory: bool,
+    /// True counts, also of what was dropped.
+    pub stdout_bytes: u64,
+    pub stderr_bytes: u64,
+    pub truncated: bool,
+    pub duration_ms: u64,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
+pub enum ExecState {
+    Running,
+    Exited,
+    TimedOut,
+    Cancelled,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct FileRead {
+    pub path: PathBytes,
+    pub range: Option<ReadRange>,
+    /// Any of these: [`ErrorCode::NotModified`] instead of the content.
+    pub unless_etags: Vec<String>,
+    /// Only if its etag is still one of these; empty: whatever it is. For the range of an `If-Range`.
+    pub range_if_etag: Option<String>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
+pub enum ReadRange {
+    /// `end` is exclusive; beyond the file's end it is cut.
+    From { start: u64, end: Option<u64> },
+    Last(u64),
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct FileHead {
+    /// Of the whole file.
+    pub size: u64,
+    /// The part that follows as data.
+    pub start: u64,
+    pub length: u64,
+    /// True when the range that was asked for is the one that follows.
+    pub partial: bool,
+    pub modified_ns: i64,
+    /// With its quotes, as in the header.
+    pub etag: String,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct FileWrite {
+    pub path: PathBytes,
+    /// Default: of the file it replaces, else 0644.
+    pub mode: Option<u32>,
+    /// `user`, `user:group`, by name or number. Default: of the file it replaces, else root.
+    pub owner: Option<String>,
+    pub create_parents: bool,
+    /// [`ErrorCode::PreconditionFailed`] unless the present etag is one of these (`*`: any that exists).
+    pub if_etags: Vec<String>,
+    /// [`ErrorCode::PreconditionFailed`] if it exists.
+    pub only_new: bool,
+    /// When known: refused for lack of space before the first byte.
+    pub size: Option<u64>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Entry {
+    /// Absolute.
+    pub path: PathBytes,
+    pub kind: EntryKind,
+    pub size: u64,
+    /// Permission bits, with set-uid, set-gid and sticky.
+    pub mode: u32,
+    pub modified_ns: i64,
+    pub user: u32,
+    pub group: u32,
+    pub target: Option<PathBytes>,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
+pub enum EntryKind {
+    File,
+    Directory,
+    Link,
+    Fifo,
+    Socket,
+    CharDevice,
+    BlockDevice,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub struct Failure {
+    pub code: ErrorCode,
+    /// For the user: names the path or field and the way out.
+    pub message: String,
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
+pub enum ErrorCode {
+    Invalid,
+    NotFound,
+    /// A directory where a file was asked for, or a device, FIFO or socket.
+    WrongKind,
+    Denied,
+    Exists,
+    Conflict,
+    NoSpace,
+    TooLarge,
+    PreconditionFailed,
+    NotModified,
+    /// The message holds nothing; see [`Failure::message`] for the size in decimal.
+    RangeNotSatisfiable,
+    /// Too many streams, execs or bytes at once; later it may work.
+    Busy,
+    Internal,
+}
