@@ -1,0 +1,15 @@
+//! What a request needs: settings, clock, rows, keys, sandboxes. Nothing is global.
+
+use std::sync::Arc;
+
+use crate::{Config, Error, clock::Clock, db::Db, keys::Keys, metrics::Metrics, sandbox::Sandboxes, template::Templates};
+
+pub struct App {
+    pub config: Config,
+    pub clock: Clock,
+    pub keys: Keys,
+    pub metrics: Arc<Metrics>,
+    pub sandboxes: Arc<Sandboxes>,
+    pub templates: Arc<Templates>,
+    pub db: Db,
+}
