@@ -1,0 +1,62 @@
+//! Sandboxes: create, get, list, delete, lifecycle.
+
+use api::{CreateSandbox, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
+use reqwest::Method;
+
+use crate::{Client, Error, escaped};
+
+/// Which sandboxes a list has. The default is all.
+#[derive(Debug, Clone, Default)]
+pub struct SandboxFilter {
+    pub status: Option<SandboxStatus>,
+    /// All of these.
+    pub metadata: Vec<(String, String)>,
+}
+
+impl Client {
+    pub async fn create_sandbox(&self, request: &CreateSandbox) -> Result<Sandbox, Error> {
+        self.json(self.request(Method::POST, "/v1/sandboxes").json(request)).await
+    }
+
+    pub async fn sandbox(&self, id: &SandboxId) -> Result<Sandbox, Error> {
+        self.json(self.request(Method::GET, &format!("/v1/sandboxes/{id}"))).await
+    }
+
+    /// Newest first.
+    pub async fn sandboxes(&self, filter: &SandboxFilter) -> Result<Vec<Sandbox>, Error> {
+        let status = filter.status.and_then(|status| serde_json::to_value(status).ok());
+        let status = status
+            .as_ref()
+            .and_then(|status| status.as_str())
+            .map(|status| ("status".to_owned(), status));
+        let metadata = filter
+            .metadata
+            .iter()
+            .map(|(name, value)| (format!("metadata.{name}"), value.as_str()));
+        let query: Vec<String> = status
+            .into_iter()
+            .chain(metadata)
+            .map(|(name, value)| format!("{}={}", escaped(name), escaped(value)))
+            .collect();
+        self.json(self.request(Method::GET, &format!("/v1/sandboxes?{}", query.join("&")))).await
+    }
+
+    pub async fn delete_sandbox(&self, id: &SandboxId) -> Result<(), Error> {
+        self.send(self.request(Method::DELETE, &format!("/v1/sandboxes/{id}"))).await.map(drop)
+    }
+
+    pub async fn lifecycle(&self, id: &SandboxId) -> Result<Lifecycle, Error> {
+        self.json(self.request(Method::GET, &format!("/v1/sandboxes/{id}/lifecycle"))).await
+    }
+
+    pub async fn update_lifecycle(
+        &self,
+        id: &SandboxId,
+        update: &UpdateLifecycle,
+    ) -> Result<Lifecycle, Error> {
+        self.json(
+            self.request(Method::PATCH, &format!("/v1/sandboxes/{id}/lifecycle")).json(update),
+        )
+        .await
+    }
+}
