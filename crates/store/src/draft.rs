@@ -1,0 +1,126 @@
+//! A directory in which something is made that nobody may see yet. It appears under its final name by a rename after
+//! everything in it is on disk, or goes away with its owner.
+
+use std::{
+    fs::{self, File},
+    io::ErrorKind,
+    path::{Path, PathBuf},
+    sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
+};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+
+use crate::{Error, Result, lock::Lock};
+
+const LOCK_DEADLINE: Duration = Duration::from_secs(30);
+
+/// Locked as long as its owner lives, so that a sweep leaves it alone.
+#[derive(Debug)]
+pub(crate) struct Draft {
+    path: PathBuf,
+    temporary: PathBuf,
+    _lock: Lock,
+}
+
+impl Draft {
+    /// In `temporary`, which must be on the file system of the final name.
+    pub(crate) fn create(temporary: &Path, kind: &'static str) -> Result<Self> {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        // A sweep that met the directory between its making and its locking would take it for a leftover.
+        let _no_sweep = Lock::acquire_shared(temporary, LOCK_DEADLINE)?;
+        loop {
+            let count = COUNT.fetch_add(1, Ordering::Relaxed);
+            let path = temporary.join(format!("{kind}-{}-{count}", std::process::id()));
+            match fs::create_dir(&path) {
+                Ok(()) => {
+                    let lock = Lock::acquire_existing(&path, LOCK_DEADLINE)?;
+                    return Ok(Self { path, temporary: temporary.to_owned(), _lock: lock });
+                }
+                // Of an earlier process with our number.
+                Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(Error::io("create", path)(error)),
+            }
+        }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Everything in the draft becomes visible as `target` at once. What was there before is replaced and removed.
+    pub(crate) fn publish(self, target: &Path) -> Result<()> {
+        sync_below(&self.path)?;
+        match renameat_with(CWD, &self.path, CWD, target, RenameFlags::NOREPLACE) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::EXIST) => {
+                renameat_with(CWD, &self.path, CWD, target, RenameFlags::EXCHANGE)
+                    .map_err(Error::system("replace", target))?;
+            }
+            Err(error) => return Err(Error::system("publish", target)(error)),
+        }
+        sync_directory(target.parent().unwrap_or(Path::new("/")))?;
+        sync_directory(&self.temporary)
+        // Dropping removes what was replaced, if anything.
+    }
+
+    /// The file `name` of the draft becomes visible as `target` at once, in place of what was there.
+    pub(crate) fn publish_file(self, name: &str, target: &Path) -> Result<()> {
+        let path = self.path.join(name);
+        sync_file(&path)?;
+        fs::rename(&path, target).map_err(Error::io("publish", target))?;
+        sync_directory(target.parent().unwrap_or(Path::new("/")))
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if let Err(error) = remove_all(&self.path) {
+            tracing::warn!(path = %self.path.display(), %error, "left a half-made directory for the next sweep");
+        }
+    }
+}
+
+/// Takes `path` out of sight at once and then deletes it. Nothing there is fine.
+pub(crate) fn discard(path: &Path, temporary: &Path) -> Result<()> {
+    let draft = Draft::create(temporary, "discarded")?;
+    match fs::rename(path, draft.path().join("content")) {
+        Ok(()) => sync_directory(path.parent().unwrap_or(Path::new("/"))),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(Error::io("remove", path)(error)),
+    }
+}
+
+pub(crate) fn remove_all(path: &Path) -> std::io::Result<()> {
+    let metadata = match fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error),
+    };
+    let result = if metadata.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match result {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+pub(crate) fn sync_file(path: &Path) -> Result<()> {
+    File::open(path).and_then(|file| file.sync_all()).map_err(Error::io("sync", path))
+}
+
+pub(crate) fn sync_directory(path: &Path) -> Result<()> {
+    sync_file(path)
+}
+
+fn sync_below(directory: &Path) -> Result<()> {
+    for entry in fs::read_dir(directory).map_err(Error::io("list", directory))? {
+        let entry = entry.map_err(Error::io("list", directory))?;
+        let kind = entry.file_type().map_err(Error::io("stat", entry.path()))?;
+        if kind.is_dir() {
+            sync_below(&entry.path())?;
+        } else if kind.is_file() {
+            sync_file(&entry.path())?;
+        }
+    }
+    sync_directory(directory)
+}
