@@ -34,12 +34,19 @@ impl Error {
 
     /// The client learns only that it was not their fault; the log learns why.
     pub fn internal(source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
-        Self::new(ErrorCode::Internal, "the server failed; its log has the reason under this request id").because(source)
+        Self::new(
+            ErrorCode::Internal,
+            "the server failed; its log has the reason under this request id",
+        )
+        .because(source)
     }
 
     /// Refused before anything was made: the same request may be sent again after `seconds`.
     pub fn busy(message: impl Into<String>, seconds: u64) -> Self {
-        Self { retry_after: Some(Duration::from_secs(seconds)), ..Self::new(ErrorCode::Unavailable, message) }
+        Self {
+            retry_after: Some(Duration::from_secs(seconds)),
+            ..Self::new(ErrorCode::Unavailable, message)
+        }
     }
 
     #[must_use]
@@ -64,5 +71,68 @@ impl StdError for Error {
 impl From<sqlx::Error> for Error {
     fn from(source: sqlx::Error) -> Self {
         Self::internal(source)
+    }
+}
+
+// No wildcard arm: whoever adds a variant decides here what clients see. A command may have started before any of
+// these, so none of them has the words on which the published clients send a request again.
+impl From<machine::Error> for Error {
+    fn from(error: machine::Error) -> Self {
+        use machine::Error as Machine;
+        match error {
+            Machine::Refused(failure) => failure.into(),
+            Machine::Busy => Self::busy(
+                "too much is under way in this sandbox; try again when some of it has ended",
+                1,
+            ),
+            Machine::Silent => {
+                let message = "the sandbox does not answer; it may be busy, else delete it and create another";
+                Self::new(ErrorCode::Unavailable, message).because(error)
+            }
+            Machine::Lost | Machine::Reset => {
+                let message = "the connection to the sandbox is lost; what was asked for may or may not have been done";
+                Self::new(ErrorCode::Unavailable, message).because(error)
+            }
+            Machine::QemuMissing
+            | Machine::QemuTooOld { .. }
+            | Machine::File { .. }
+            | Machine::Host { .. }
+            | Machine::Unfit(_)
+            | Machine::Spawn { .. }
+            | Machine::QmpRefused { .. }
+            | Machine::QmpSilent { .. }
+            | Machine::Exited { .. }
+            | Machine::NotLoaded { .. }
+            | Machine::NotBooted { .. }
+            | Machine::NoMachine { .. }
+            | Machine::Misbehaved(_) => Self::internal(error),
+        }
+    }
+}
+
+impl From<machine::guest::Failure> for Error {
+    fn from(failure: machine::guest::Failure) -> Self {
+        use machine::guest::ErrorCode as Guest;
+        let code = match failure.code {
+            Guest::Invalid | Guest::WrongKind | Guest::Denied => ErrorCode::InvalidRequest,
+            Guest::NotFound => ErrorCode::NotFound,
+            Guest::Exists | Guest::Conflict => ErrorCode::Conflict,
+            Guest::NoSpace => ErrorCode::CapacityExceeded,
+            Guest::TooLarge => ErrorCode::TooLarge,
+            Guest::PreconditionFailed => ErrorCode::PreconditionFailed,
+            Guest::RangeNotSatisfiable => ErrorCode::RangeNotSatisfiable,
+            Guest::Busy => {
+                return Self::busy(
+                    "too much is under way in this sandbox; try again when some of it has ended",
+                    1,
+                );
+            }
+            // Answered where it is asked for; anywhere else it is a fault.
+            Guest::NotModified | Guest::Internal => {
+                let message = "something failed inside the sandbox; the server's log has the reason under this request id";
+                return Self::new(ErrorCode::Internal, message).because(failure);
+            }
+        };
+        Self::new(code, failure.message)
     }
 }

@@ -1,0 +1,145 @@
+//! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
+
+mod keys;
+mod sandboxes;
+mod templates;
+#[cfg(test)]
+pub(crate) mod testing;
+
+use std::time::Duration;
+
+use futures::future::BoxFuture;
+use sqlx::{
+    AnyPool, Executor,
+    any::AnyPoolOptions,
+    error::BoxDynError,
+    migrate::{Migration, MigrationSource, MigrationType, Migrator},
+};
+
+pub(crate) use self::{
+    keys::KeyRow,
+    sandboxes::SandboxRow,
+    templates::{BuildRow, TemplateRow},
+};
+use crate::Error;
+
+/// Released migrations are never changed; a new one is added below.
+const MIGRATIONS: &[(i64, &str, &str)] =
+    &[(1, "foundation", include_str!("migrations/0001_foundation.sql"))];
+
+/// `FULL`: a row that was acknowledged is still there after a power failure.
+const SQLITE_SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON; PRAGMA busy_timeout = 10000;";
+
+/// A connection to the rows, cheap to clone.
+#[derive(Clone)]
+pub struct Db {
+    pool: AnyPool,
+}
+
+impl Db {
+    /// Connects, makes a missing SQLite file, and brings the tables up to date.
+    ///
+    /// # Errors
+    /// The database cannot be reached, or was written by a newer server.
+    pub async fn connect(url: &str) -> Result<Self, sqlx::Error> {
+        sqlx::any::install_default_drivers();
+        let sqlite = url.starts_with("sqlite:");
+        let options = AnyPoolOptions::new()
+            .acquire_timeout(Duration::from_secs(10))
+            .idle_timeout(None)
+            .max_lifetime(None);
+        let pool = if sqlite {
+            // SQLite has one writer at a time anyway. With one connection our own statements queue here, in order,
+            // instead of failing as busy when a transaction turns from reading to writing.
+            options
+                .max_connections(1)
+                .after_connect(|connection, _| {
+                    Box::pin(async move { connection.execute(SQLITE_SETTINGS).await.map(|_| ()) })
+                })
+                .connect(&creating(url))
+                .await?
+        } else {
+            options.max_connections(8).connect(url).await?
+        };
+        Migrator::new(Embedded).await?.run(&pool).await?;
+        Ok(Self { pool })
+    }
+
+    /// For the files of this folder alone.
+    fn pool(&self) -> &AnyPool {
+        &self.pool
+    }
+
+    /// Waits for statements under way and lets go of the database.
+    pub async fn close(&self) {
+        self.pool.close().await;
+    }
+}
+
+/// The URL of a SQLite file that is made when it is missing.
+fn creating(url: &str) -> String {
+    if url.contains(":memory:") || url.contains("mode=") {
+        url.to_owned()
+    } else {
+        format!("{url}{}mode=rwc", if url.contains('?') { '&' } else { '?' })
+    }
+}
+
+#[derive(Debug)]
+struct Embedded;
+
+impl MigrationSource<'static> for Embedded {
+    fn resolve(self) -> BoxFuture<'static, Result<Vec<Migration>, BoxDynError>> {
+        let migrations = MIGRATIONS.iter().map(|&(version, name, sql)| {
+            Migration::new(version, name.into(), MigrationType::Simple, sql.into(), false)
+        });
+        Box::pin(std::future::ready(Ok(migrations.collect())))
+    }
+}
+
+/// A number that the API shows as unsigned. What we write is never negative, so a negative one is damage.
+fn unsigned<T: TryFrom<i64>>(value: i64) -> Result<T, Error> {
+    T::try_from(value).map_err(|_| {
+        Error::internal(format!("a row holds {value} where no such number was ever written"))
+    })
+}
+
+fn signed<T: TryInto<i64>>(value: T) -> Result<i64, Error> {
+    value.try_into().map_err(|_| Error::invalid("a number is too large"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_second_server_finds_the_tables_of_the_first() {
+        for database in testing::databases().await {
+            drop(Db::connect(database.url()).await.unwrap());
+            let again = Db::connect(database.url()).await.unwrap();
+            let accounts: Vec<String> = sqlx::query_scalar("SELECT id FROM accounts")
+                .fetch_all(again.pool())
+                .await
+                .unwrap();
+            assert_eq!(accounts, ["default"], "{}", database.url());
+            again.close().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn a_row_of_an_unknown_account_is_refused() {
+        for database in testing::databases().await {
+            let db = Db::connect(database.url()).await.unwrap();
+            let refused = sqlx::query("INSERT INTO builds (id, account, name, status, created_at) VALUES ($1, $2, $3, $4, $5)")
+                .bind("b")
+                .bind("nobody")
+                .bind("t")
+                .bind("queued")
+                .bind(1_i64)
+                .execute(db.pool())
+                .await;
+            assert!(refused.is_err(), "{}", database.url());
+            db.close().await;
+        }
+    }
+}

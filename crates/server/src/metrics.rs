@@ -1,0 +1,164 @@
+//! What the server counts, for Prometheus. Labels come from small fixed sets: never an id, a path or a key.
+
+use std::time::Duration;
+
+use prometheus::{
+    Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    IntGaugeVec, Opts, Registry, TextEncoder,
+};
+
+/// Seconds. Answers come within milliseconds, creates and commands within seconds.
+const BUCKETS: &[f64] =
+    &[0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0];
+
+pub struct Metrics {
+    registry: Registry,
+    requests: IntCounterVec,
+    latencies: HistogramVec,
+    pub(crate) requests_under_way: IntGauge,
+    sandboxes: IntGaugeVec,
+    machines_ready: IntGauge,
+    /// From the request until the guest had answered.
+    pub(crate) creates: Histogram,
+    execs: IntCounterVec,
+    pub(crate) file_bytes_read: IntCounter,
+    pub(crate) file_bytes_written: IntCounter,
+}
+
+/// How a command ended.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum ExecEnd {
+    Succeeded,
+    Failed,
+    TimedOut,
+    /// The server does not know.
+    Lost,
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new() -> Self {
+        Self::registered().expect("the names are valid and different")
+    }
+
+    fn registered() -> Result<Self, prometheus::Error> {
+        let registry = Registry::new_custom(Some("atoll".to_owned()), None)?;
+        let latency =
+            |name: &str, help: &str| HistogramOpts::new(name, help).buckets(BUCKETS.to_vec());
+        let metrics = Self {
+            requests: IntCounterVec::new(
+                Opts::new("http_requests_total", "Requests answered."),
+                &["method", "route", "status"],
+            )?,
+            latencies: HistogramVec::new(
+                latency("http_request_seconds", "From a request until the head of its answer."),
+                &["method", "route"],
+            )?,
+            requests_under_way: IntGauge::new(
+                "http_requests_under_way",
+                "Requests without an answer yet.",
+            )?,
+            sandboxes: IntGaugeVec::new(Opts::new("sandboxes", "Sandboxes by state."), &["state"])?,
+            machines_ready: IntGauge::new(
+                "machines_ready",
+                "Machines prepared for the next creates.",
+            )?,
+            creates: Histogram::with_opts(latency(
+                "sandbox_create_seconds",
+                "From a create until its guest had answered.",
+            ))?,
+            execs: IntCounterVec::new(
+                Opts::new("execs_total", "Commands by how they ended."),
+                &["end"],
+            )?,
+            file_bytes_read: IntCounter::new(
+                "file_bytes_read_total",
+                "Bytes of files that left sandboxes.",
+            )?,
+            file_bytes_written: IntCounter::new(
+                "file_bytes_written_total",
+                "Bytes of files written into sandboxes.",
+            )?,
+            registry,
+        };
+        let registry = &metrics.registry;
+        registry.register(Box::new(metrics.requests.clone()))?;
+        registry.register(Box::new(metrics.latencies.clone()))?;
+        registry.register(Box::new(metrics.requests_under_way.clone()))?;
+        registry.register(Box::new(metrics.sandboxes.clone()))?;
+        registry.register(Box::new(metrics.machines_ready.clone()))?;
+        registry.register(Box::new(metrics.creates.clone()))?;
+        registry.register(Box::new(metrics.execs.clone()))?;
+        registry.register(Box::new(metrics.file_bytes_read.clone()))?;
+        registry.register(Box::new(metrics.file_bytes_written.clone()))?;
+        Ok(metrics)
+    }
+
+    /// `route` is the template, with `{id}` in it.
+    pub(crate) fn answered(&self, method: &str, route: &str, status: u16, took: Duration) {
+        let mut digits = [0; 3];
+        for (digit, value) in digits.iter_mut().zip([status / 100, status / 10, status]) {
+            *digit = b'0' + (value % 10) as u8;
+        }
+        let status = std::str::from_utf8(&digits).unwrap_or("000");
+        self.requests.with_label_values(&[method, route, status]).inc();
+        self.latencies.with_label_values(&[method, route]).observe(took.as_secs_f64());
+    }
+
+    pub(crate) fn exec_ended(&self, end: ExecEnd) {
+        let label = match end {
+            ExecEnd::Succeeded => "succeeded",
+            ExecEnd::Failed => "failed",
+            ExecEnd::TimedOut => "timed_out",
+            ExecEnd::Lost => "lost",
+        };
+        self.execs.with_label_values(&[label]).inc();
+    }
+
+    /// Everything in Prometheus's text format; what is not counted as it happens is given here.
+    pub(crate) fn text(
+        &self,
+        sandboxes: impl IntoIterator<Item = (&'static str, usize)>,
+        machines_ready: usize,
+    ) -> String {
+        self.sandboxes.reset();
+        for (state, count) in sandboxes {
+            self.sandboxes
+                .with_label_values(&[state])
+                .set(i64::try_from(count).unwrap_or(i64::MAX));
+        }
+        self.machines_ready.set(i64::try_from(machines_ready).unwrap_or(i64::MAX));
+        let mut text = Vec::new();
+        if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut text) {
+            tracing::warn!(%error, "metrics cannot be written");
+        }
+        String::from_utf8(text).unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_counted_is_told() {
+        let metrics = Metrics::default();
+        metrics.answered("GET", "/v1/sandboxes/{id}", 404, Duration::from_millis(2));
+        metrics.exec_ended(ExecEnd::TimedOut);
+        let text = metrics.text([("running", 3)], 2);
+        for line in [
+            r#"atoll_http_requests_total{method="GET",route="/v1/sandboxes/{id}",status="404"} 1"#,
+            r#"atoll_execs_total{end="timed_out"} 1"#,
+            r#"atoll_sandboxes{state="running"} 3"#,
+            "atoll_machines_ready 2",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! Files of a sandbox, streamed both ways: nothing here holds a whole one.
+
+use std::{fmt::Display, time::Duration};
+
+use api::ErrorCode;
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
+use machine::guest::{
+    self, Channel, Entry, Event, FileHead, FileRead, FileWrite, PathBytes, Reply, Request,
+};
+
+use super::Running;
+use crate::Error;
+
+/// For the next piece of an answer, and for the guest's disk to take what was written.
+const DEADLINE: Duration = Duration::from_secs(60);
+/// A deep tree may take the guest a while.
+const DELETE_DEADLINE: Duration = Duration::from_secs(300);
+/// Nothing came from the client for so long: it is gone.
+const CLIENT_DEADLINE: Duration = Duration::from_secs(60);
+
+/// What a read may come to, short of an error.
+pub enum Read {
+    Content(FileContent),
+    /// With its etag.
+    NotModified(String),
+    /// With the file's size.
+    OutOfRange(u64),
+}
+
+/// A file, or a part of one, on its way out of the sandbox.
+pub struct FileContent {
+    pub head: FileHead,
+    stream: guest::Stream,
+    left: u64,
+}
+
+impl FileContent {
+    /// `None` at the end, after as many bytes as [`FileHead::length`] says.
+    pub async fn next(&mut self) -> Option<Result<Bytes, Error>> {
+        if self.left == 0 {
+            return None;
+        }
+        Some(match next(&self.stream).await {
+            Ok(Some(Event::Data(Channel::Content, bytes))) if bytes.len() as u64 <= self.left => {
+                self.left -= bytes.len() as u64;
+                Ok(bytes)
+            }
+            Ok(_) => {
+                Err(machine::Error::Misbehaved("a file's content is not as long as its head said")
+                    .into())
+            }
+            Err(error) => Err(error),
+        })
+    }
+}
+
+/// The entries of a directory in the guest's order, in batches.
+pub struct DirEntries {
+    stream: guest::Stream,
+    first: Option<Vec<Entry>>,
+}
+
+impl DirEntries {
+    pub async fn next(&mut self) -> Option<Result<Vec<Entry>, Error>> {
+        if let Some(first) = self.first.take() {
+            return Some(Ok(first));
+        }
+        match next(&self.stream).await {
+            Ok(Some(Event::Reply(Reply::Entries(entries)))) => Some(Ok(entries)),
+            Ok(Some(Event::Finished) | None) => None,
+            Ok(Some(Event::Reply(_) | Event::Data(..))) => {
+                Some(Err(machine::Error::Misbehaved("a listing held something else").into()))
+            }
+            Err(error) => Some(Err(error)),
+        }
+    }
+}
+
+/// How a write ended.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Written {
+    pub bytes: u64,
+    pub etag: String,
+}
+
+impl Running {
+    /// # Errors
+    /// 404 when it is missing, 400 when it is not a regular file.
+    pub async fn read_file(&self, request: FileRead) -> Result<Read, Error> {
+        let stream = self.guest.open(Request::FileRead(request))?;
+        match next_raw(&stream).await {
+            Ok(Some(Event::Reply(Reply::File(head)))) => {
+                Ok(Read::Content(FileContent { left: head.length, head, stream }))
+            }
+            Ok(_) => Err(machine::Error::Misbehaved("a file did not begin with its head").into()),
+            Err(machine::Error::Refused(failure))
+                if failure.code == guest::ErrorCode::NotModified =>
+            {
+                Ok(Read::NotModified(failure.message))
+            }
+            Err(machine::Error::Refused(failure))
+                if failure.code == guest::ErrorCode::RangeNotSatisfiable =>
+            {
+                Ok(Read::OutOfRange(failure.message.parse().unwrap_or(0)))
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// The file appears when all of `content` has arrived, or not at all. Returns at the first refusal, with what is
+    /// left of `content` unread.
+    ///
+    /// # Errors
+    /// 413 when there are more than `limit` bytes; 507 when they do not fit.
+    pub async fn write_file<E: Display>(
+        &self,
+        request: FileWrite,
+        limit: u64,
+        content: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
+    ) -> Result<Written, Error> {
+        let stream = self.guest.open(Request::FileWrite(request))?;
+        let mut bytes = 0;
+        loop {
+            let piece =
+                tokio::time::timeout(CLIENT_DEADLINE, content.next()).await.map_err(|_| {
+                    Error::invalid("the content stopped coming; nothing was written, send it again")
+                })?;
+            let Some(piece) = piece else { break };
+            let piece = piece.map_err(|error| {
+                Error::invalid(format!("the content broke off ({error}); nothing was written"))
+            })?;
+            bytes += piece.len() as u64;
+            if bytes > limit {
+                return Err(too_large());
+            }
+            if send(&stream, piece).await.is_err() {
+                // The guest has given up; its reason is waiting.
+                break;
+            }
+        }
+        // Fails where the guest has given up.
+        let _ = stream.finish().await;
+        match next(&stream).await? {
+            Some(Event::Reply(Reply::Written { bytes, etag })) => Ok(Written { bytes, etag }),
+            Some(Event::Reply(_) | Event::Data(..) | Event::Finished) => {
+                Err(machine::Error::Misbehaved("a write ended with something else").into())
+            }
+            None => Err(machine::Error::Lost.into()),
+        }
+    }
+
+    /// Recursive; also fine when it is missing.
+    pub async fn delete_file(&self, path: PathBytes) -> Result<(), Error> {
+        self.guest.call(Request::FileDelete { path }, DELETE_DEADLINE).await?;
+        Ok(())
+    }
+
+    /// # Errors
+    /// 404 when it is missing, 400 when it is not a directory.
+    pub async fn list_directory(&self, path: PathBytes, depth: u32) -> Result<DirEntries, Error> {
+        let stream = self.guest.open(Request::DirList { path, depth })?;
+        match next(&stream).await? {
+            Some(Event::Reply(Reply::Entries(entries))) => {
+                Ok(DirEntries { stream, first: Some(entries) })
+            }
+            Some(Event::Finished) | None => Ok(DirEntries { stream, first: Some(Vec::new()) }),
+            Some(Event::Reply(_) | Event::Data(..)) => {
+                Err(machine::Error::Misbehaved("a listing began with something else").into())
+            }
+        }
+    }
+
+    /// Links are not followed.
+    ///
+    /// # Errors
+    /// 404 when it is missing.
+    pub async fn stat_file(&self, path: PathBytes) -> Result<Entry, Error> {
+        match self.guest.call(Request::FileStat { path }, DEADLINE).await? {
+            Reply::Entries(entries) => entries.into_iter().next(),
+            Reply::Done
+            | Reply::Failed(_)
+            | Reply::ExecStarted { .. }
+            | Reply::ExecEnded(_)
+            | Reply::ExecStatus(_)
+            | Reply::Execs(_)
+            | Reply::File(_)
+            | Reply::Written { .. } => None,
+        }
+        .ok_or_else(|| machine::Error::Misbehaved("a stat was answered with something else").into())
+    }
+}
+
+/// For an upload over the limit: names the ways out.
+pub fn too_large() -> Error {
+    Error::new(
+        ErrorCode::TooLarge,
+        "a file written in one request may have at most 32 MiB (33554432 bytes): send it in parts and join them with a \
+         command, or let a command in the sandbox fetch it",
+    )
+}
+
+async fn next(stream: &guest::Stream) -> Result<Option<Event>, Error> {
+    Ok(next_raw(stream).await?)
+}
+
+async fn next_raw(stream: &guest::Stream) -> machine::Result<Option<Event>> {
+    tokio::time::timeout(DEADLINE, stream.next())
+        .await
+        .map_err(|_| machine::Error::Silent)?
+        .transpose()
+}
+
+async fn send(stream: &guest::Stream, piece: Bytes) -> machine::Result<()> {
+    tokio::time::timeout(DEADLINE, stream.send(piece)).await.map_err(|_| machine::Error::Silent)?
+}
