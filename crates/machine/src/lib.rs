@@ -1,7 +1,19 @@
 //! One QEMU virtual machine: its description, its process, its network and the host end of the guest channel.
 //! Knows nothing of sandboxes, HTTP or where files lie: descriptors and directories are given to it.
 
+mod error;
+pub mod guest;
+pub mod hypervisor;
+mod machine;
+mod memory;
 pub mod network;
+mod process;
+mod qemu_args;
+mod qmp;
+mod sockets;
+pub mod spec;
 mod tap;
 
+pub use error::{Error, Result};
+pub use machine::Machine;
 pub use tap::Tap;

@@ -1,0 +1,394 @@
+//! One stream: what of it waits here, and how fast each side may go on.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use bytes::{Bytes, BytesMut};
+use protocol::frame::{self, Assembler, Channel, Header, Kind, MAX_PAYLOAD};
+use protocol::message::{self, Failure, Reply, Request};
+use tokio::sync::Notify;
+
+use super::connection::{Connection, Outgoing, Place};
+use crate::error::{Error, Result};
+
+/// Consumed data is granted anew in such portions.
+const GRANT: u32 = protocol::INITIAL_CREDIT / 4;
+/// Smaller payloads are copied: a slice would keep the whole buffer alive that it was read into.
+const SLICED: usize = 16 * 1024;
+/// Replies are not subject to credit, so what may wait of them is limited here: bytes, and pieces of any kind.
+const WAITING_REPLIES: usize = 4 * protocol::MAX_MESSAGE;
+const WAITING_PIECES: usize = 64 * 1024;
+
+/// What comes on a stream.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Event {
+    Reply(Reply),
+    Data(Channel, Bytes),
+    /// Nothing more comes.
+    Finished,
+}
+
+/// Dropping it resets the stream, if it is not over.
+#[derive(Debug)]
+pub struct Stream {
+    id: u32,
+    connection: Arc<Connection>,
+    state: Arc<StreamState>,
+    place: Place,
+}
+
+/// Shared with the connection's reader.
+#[derive(Debug, Default)]
+pub(super) struct StreamState {
+    inner: Mutex<Inner>,
+    arrived: Notify,
+    may_send: Notify,
+}
+
+#[derive(Debug)]
+struct Inner {
+    waiting: VecDeque<Piece>,
+    waiting_replies: usize,
+    assembler: Assembler,
+    /// Bytes of data the agent may still send, and those consumed for which it has not been granted new ones.
+    allowed: u32,
+    consumed: u32,
+    /// Bytes of data we may send.
+    credit: u64,
+    finish_sent: bool,
+    end: Option<End>,
+    /// The consumer knows of the end.
+    end_told: bool,
+}
+
+#[derive(Debug)]
+enum Piece {
+    /// Encoded: that is many times smaller than what a hostile reply decodes to.
+    Reply(Vec<u8>),
+    Data(Channel, Bytes),
+    /// Grows while more of the same kind comes.
+    Small(Channel, BytesMut),
+}
+
+/// Why nothing more comes.
+#[derive(Debug, Clone)]
+pub(super) enum End {
+    Finished,
+    Failed(Failure),
+    Reset,
+    Misbehaved(&'static str),
+    Lost,
+}
+
+impl End {
+    /// `None`: not a failure.
+    fn error(&self) -> Option<Error> {
+        match self {
+            Self::Finished => None,
+            Self::Failed(failure) => Some(Error::Refused(failure.clone())),
+            Self::Reset => Some(Error::Reset),
+            Self::Misbehaved(how) => Some(Error::Misbehaved(how)),
+            Self::Lost => Some(Error::Lost),
+        }
+    }
+}
+
+impl Default for Inner {
+    fn default() -> Self {
+        Self {
+            waiting: VecDeque::new(),
+            waiting_replies: 0,
+            assembler: Assembler::default(),
+            allowed: protocol::INITIAL_CREDIT,
+            consumed: 0,
+            credit: u64::from(protocol::INITIAL_CREDIT),
+            finish_sent: false,
+            end: None,
+            end_told: false,
+        }
+    }
+}
+
+impl StreamState {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake(&self) {
+        self.arrived.notify_waiters();
+        self.may_send.notify_waiters();
+    }
+
+    pub(super) fn end(&self, end: End) {
+        self.inner().end.get_or_insert(end);
+        self.wake();
+    }
+
+    /// One frame from the agent. Never waits.
+    pub(super) fn receive(&self, header: &Header, payload: BytesMut) {
+        let outcome = self.inner().receive(header, payload);
+        match outcome {
+            Ok(()) => {}
+            Err(end) => {
+                let mut inner = self.inner();
+                inner.waiting = VecDeque::new();
+                inner.assembler = Assembler::default();
+                inner.end = Some(end);
+            }
+        }
+        self.wake();
+    }
+}
+
+impl Inner {
+    fn receive(&mut self, header: &Header, payload: BytesMut) -> std::result::Result<(), End> {
+        if self.end.is_some() {
+            return Ok(());
+        }
+        match header.kind {
+            Kind::Data => self.receive_data(header.channel, payload)?,
+            Kind::Reply => {
+                let frame = frame::Frame { header: *header, payload: &payload };
+                let whole = self
+                    .assembler
+                    .push(&frame)
+                    .map_err(|_| End::Misbehaved("a reply without end"))?;
+                if let Some(reply) = whole {
+                    self.waiting_replies += reply.len();
+                    self.waiting.push_back(Piece::Reply(reply));
+                }
+            }
+            Kind::Finish => self.end = Some(End::Finished),
+            Kind::Credit => {
+                let grant = payload[..].try_into().map(u32::from_le_bytes);
+                self.credit +=
+                    u64::from(grant.map_err(|_| End::Misbehaved("a credit of the wrong length"))?);
+            }
+            Kind::Reset => self.end = Some(End::Reset),
+            // The connection has refused them.
+            Kind::Hello | Kind::Request => {}
+        }
+        if self.waiting_replies > WAITING_REPLIES || self.waiting.len() > WAITING_PIECES {
+            return Err(End::Misbehaved("more replies than can wait"));
+        }
+        Ok(())
+    }
+
+    fn receive_data(
+        &mut self,
+        channel: Channel,
+        payload: BytesMut,
+    ) -> std::result::Result<(), End> {
+        let length = u32::try_from(payload.len()).unwrap_or(u32::MAX);
+        self.allowed = self
+            .allowed
+            .checked_sub(length)
+            .ok_or(End::Misbehaved("more data than it was granted"))?;
+        if payload.len() >= SLICED {
+            self.waiting.push_back(Piece::Data(channel, payload.freeze()));
+            return Ok(());
+        }
+        match self.waiting.back_mut() {
+            Some(Piece::Small(last, bytes))
+                if *last == channel && bytes.len() + payload.len() <= MAX_PAYLOAD =>
+            {
+                bytes.extend_from_slice(&payload);
+            }
+            _ if payload.is_empty() => {}
+            _ => self.waiting.push_back(Piece::Small(channel, BytesMut::from(&payload[..]))),
+        }
+        Ok(())
+    }
+
+    /// Data was taken away: the grant that is due, if any.
+    fn consume(&mut self, bytes: &Bytes) -> Option<u32> {
+        self.consumed =
+            self.consumed.saturating_add(u32::try_from(bytes.len()).unwrap_or(u32::MAX));
+        if self.consumed < GRANT || self.end.is_some() {
+            return None;
+        }
+        self.allowed = self.allowed.saturating_add(self.consumed);
+        Some(std::mem::take(&mut self.consumed))
+    }
+
+    /// Why sending is pointless.
+    fn refusal(&self) -> Option<Error> {
+        if self.finish_sent {
+            return Some(Error::Reset);
+        }
+        if let Some(end) = &self.end {
+            return Some(end.error().unwrap_or(Error::Reset));
+        }
+        let Some(Piece::Reply(reply)) = self.waiting.front() else { return None };
+        match message::decode(reply) {
+            Ok(Reply::Failed(failure)) => Some(Error::Refused(failure)),
+            Ok(_) | Err(_) => None,
+        }
+    }
+}
+
+impl Stream {
+    pub(super) fn open(connection: &Arc<Connection>, request: &Request) -> Result<Self> {
+        let request = message::encode(request);
+        if request.len() > protocol::MAX_MESSAGE {
+            return Err(Error::Unfit(format!(
+                "a request is limited to {} bytes",
+                protocol::MAX_MESSAGE
+            )));
+        }
+        let (id, state, place) = connection.admit()?;
+        let mut head = Vec::with_capacity(request.len() + frame::HEADER);
+        frame::encode_message(&mut head, Kind::Request, id, &request);
+        let stream = Self { id, connection: connection.clone(), state, place };
+        stream.send_small(head)?;
+        Ok(stream)
+    }
+
+    /// The next event; `None` after [`Event::Finished`] or an error. Cancel safe.
+    pub async fn next(&self) -> Option<Result<Event>> {
+        loop {
+            let arrived = self.state.arrived.notified();
+            tokio::pin!(arrived);
+            arrived.as_mut().enable();
+            match self.take() {
+                Taken::Event(event) => return Some(event),
+                Taken::Nothing => arrived.await,
+                Taken::End => return None,
+            }
+        }
+    }
+
+    fn take(&self) -> Taken {
+        let mut inner = self.state.inner();
+        let (channel, bytes) = match inner.waiting.pop_front() {
+            Some(Piece::Data(channel, bytes)) => (channel, bytes),
+            Some(Piece::Small(channel, bytes)) => (channel, bytes.freeze()),
+            Some(Piece::Reply(reply)) => {
+                inner.waiting_replies -= reply.len();
+                let end = match message::decode(&reply) {
+                    Ok(Reply::Failed(failure)) => End::Failed(failure),
+                    Ok(reply) => return Taken::Event(Ok(Event::Reply(reply))),
+                    Err(_) => End::Misbehaved("a reply that cannot be read"),
+                };
+                inner.waiting.clear();
+                inner.end = Some(end);
+                return Taken::of_end(&mut inner);
+            }
+            None => return Taken::of_end(&mut inner),
+        };
+        let grant = inner.consume(&bytes);
+        drop(inner);
+        if let Some(grant) = grant {
+            let mut head = Vec::with_capacity(frame::HEADER + 4);
+            frame::encode(
+                &mut head,
+                Kind::Credit,
+                Channel::Content,
+                self.id,
+                false,
+                &grant.to_le_bytes(),
+            );
+            // A lost connection is noticed when the queue is empty.
+            let _ = self.send_small(head);
+        }
+        Taken::Event(Ok(Event::Data(channel, bytes)))
+    }
+
+    /// Sends data, as fast as the agent takes it.
+    ///
+    /// # Errors
+    /// What the agent said instead of taking it, or that it is gone.
+    pub async fn send(&self, mut bytes: Bytes) -> Result<()> {
+        while !bytes.is_empty() {
+            let may_send = self.state.may_send.notified();
+            tokio::pin!(may_send);
+            may_send.as_mut().enable();
+            let length = {
+                let mut inner = self.state.inner();
+                if let Some(error) = inner.refusal() {
+                    return Err(error);
+                }
+                let length = bytes
+                    .len()
+                    .min(MAX_PAYLOAD)
+                    .min(usize::try_from(inner.credit).unwrap_or(usize::MAX));
+                inner.credit -= length as u64;
+                length
+            };
+            if length == 0 {
+                may_send.await;
+                continue;
+            }
+            let payload = bytes.split_to(length);
+            let head = frame::encode_header(Kind::Data, Channel::Content, self.id, false, &payload);
+            let head = Bytes::copy_from_slice(&head);
+            self.connection
+                .send_bulk(Outgoing { head, payload, place: self.place.clone() })
+                .await?;
+        }
+        Ok(())
+    }
+
+    /// Says that no more data will be sent.
+    ///
+    /// # Errors
+    /// As [`Stream::send`].
+    pub async fn finish(&self) -> Result<()> {
+        {
+            let mut inner = self.state.inner();
+            if let Some(error) = inner.refusal() {
+                return Err(error);
+            }
+            inner.finish_sent = true;
+        }
+        let mut head = Vec::with_capacity(frame::HEADER);
+        frame::encode(&mut head, Kind::Finish, Channel::Content, self.id, false, &[]);
+        // Behind the data.
+        let outgoing =
+            Outgoing { head: head.into(), payload: Bytes::new(), place: self.place.clone() };
+        self.connection.send_bulk(outgoing).await
+    }
+
+    fn send_small(&self, head: Vec<u8>) -> Result<()> {
+        self.connection.send_small(Outgoing {
+            head: head.into(),
+            payload: Bytes::new(),
+            place: self.place.clone(),
+        })
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.connection.forget(self.id);
+        let is_over = match self.state.inner().end {
+            Some(End::Reset | End::Lost) => true,
+            Some(End::Finished | End::Failed(_) | End::Misbehaved(_)) | None => false,
+        };
+        if !is_over {
+            let mut head = Vec::with_capacity(frame::HEADER);
+            frame::encode(&mut head, Kind::Reset, Channel::Content, self.id, false, &[]);
+            // A lost connection has no streams to reset.
+            let _ = self.send_small(head);
+        }
+    }
+}
+
+enum Taken {
+    Event(Result<Event>),
+    Nothing,
+    End,
+}
+
+impl Taken {
+    fn of_end(inner: &mut Inner) -> Self {
+        match &inner.end {
+            None => Self::Nothing,
+            Some(_) if inner.end_told => Self::End,
+            Some(end) => {
+                inner.end_told = true;
+                Self::Event(end.error().map_or(Ok(Event::Finished), Err))
+            }
+        }
+    }
+}

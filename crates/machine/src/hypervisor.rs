@@ -1,0 +1,551 @@
+//! The way to a running machine: a boot for a bake, a restore into a process started ahead, or finding one again.
+
+use std::fs::File;
+use std::io::{self, Read, Seek, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use tokio::net::UnixStream;
+use tokio::time::Instant;
+
+use crate::error::{Error, Result};
+use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET};
+use crate::process::{Launch, Process, host_boot_id};
+use crate::qemu_args::{self, Inherited, ROOT, Start, Verbosity};
+use crate::qmp::{PROMPT, Qmp};
+use crate::sockets;
+use crate::spec::{Accelerator, MachineSpec, Shape};
+use crate::tap::Tap;
+
+const BINARY: &str = "qemu-system-x86_64";
+/// Only from there on can a private mapping be opened read-only.
+const OLDEST: (u32, u32) = (8, 2);
+/// From the start of the process to its first word. It loads some forty libraries.
+const START: Duration = Duration::from_secs(30);
+/// A boot under emulation takes six seconds, several times that beside others.
+const BOOT: Duration = Duration::from_secs(180);
+const LOAD: Duration = Duration::from_secs(10);
+const LOAD_POLL: Duration = Duration::from_millis(1);
+const PROBE: Duration = Duration::from_secs(5);
+const PROBE_POLL: Duration = Duration::from_millis(20);
+/// The kernel says so when it has come all the way to the agent.
+const PROBE_SUCCESS: &str = "Run /init as init process";
+/// Below those of all machines.
+const PROBE_UID: u32 = 1_899_999_999;
+/// Descriptor sets of one QEMU.
+const STATE_SET: u32 = 1;
+const ROOT_SET: u32 = 2;
+
+/// QEMU on this host. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Hypervisor {
+    binary: Arc<Path>,
+    version: Arc<str>,
+}
+
+/// Where a machine lives on the host.
+#[derive(Debug)]
+pub struct Place {
+    /// Exists, and belongs to root alone: it holds the machine's sockets and says which process it is.
+    pub directory: PathBuf,
+    /// For this machine's QEMU alone; also its group.
+    pub uid: u32,
+    /// `None`: a network card that leads nowhere.
+    pub tap: Option<Tap>,
+}
+
+#[derive(Debug)]
+pub struct Boot {
+    pub kernel: PathBuf,
+    pub initramfs: PathBuf,
+    /// Open for reading and writing, as long as the machine's memory, not used by anything else. It becomes that
+    /// memory; in the end it belongs to root and everybody may read it, so it has to lie where nobody else gets to.
+    pub memory: File,
+    pub root_disk: File,
+    pub place: Place,
+}
+
+/// A process that waits for a saved state. Dropping it ends the process.
+#[derive(Debug)]
+pub struct Prepared {
+    started: Started,
+}
+
+/// Killed when dropped, until it becomes a machine.
+#[derive(Debug)]
+struct Started {
+    /// `None` once it has become a machine.
+    parts: Option<(Process, Qmp, UnixStream)>,
+    directory: PathBuf,
+}
+
+impl Hypervisor {
+    /// Blocks shortly, while QEMU says its version.
+    ///
+    /// # Errors
+    /// There is none, or it is too old.
+    pub fn find() -> Result<Self> {
+        let paths = std::env::var_os("PATH").unwrap_or_default();
+        let binary = std::env::split_paths(&paths)
+            .map(|directory| directory.join(BINARY))
+            .find(|path| path.is_file())
+            .ok_or(Error::QemuMissing)?;
+        let output = std::process::Command::new(&binary).arg("--version").output();
+        let output = output.map_err(Error::file("run", &binary))?;
+        let text = String::from_utf8_lossy(&output.stdout);
+        let version = text
+            .lines()
+            .next()
+            .unwrap_or_default()
+            .trim_start_matches("QEMU emulator version ")
+            .to_owned();
+        match release(&version) {
+            Some(release) if release >= OLDEST => {
+                Ok(Self { binary: binary.into(), version: version.into() })
+            }
+            Some(_) | None => Err(Error::QemuTooOld { version }),
+        }
+    }
+
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Which accelerator works. That KVM can be opened does not mean that a kernel runs under it, so one is booted, once
+    /// in each boot of the host; the answer is kept in the file `remembered`.
+    ///
+    /// # Errors
+    /// Only when it cannot be found out; that KVM does not work is no error.
+    pub async fn probe(
+        &self,
+        kernel: &Path,
+        initramfs: &Path,
+        remembered: &Path,
+    ) -> Result<Accelerator> {
+        if File::options().read(true).write(true).open("/dev/kvm").is_err() {
+            return Ok(Accelerator::Tcg);
+        }
+        let boot_id = host_boot_id().map_err(Error::host("read the host's boot id"))?;
+        let circumstances = format!("{boot_id} {}", self.version);
+        if let Ok(text) = std::fs::read_to_string(remembered)
+            && let Some((accelerator, then)) = text.trim().split_once(' ')
+            && let Ok(accelerator) = accelerator.parse()
+            && then == circumstances
+        {
+            return Ok(accelerator);
+        }
+        let directory = remembered.with_extension(format!("probe-{}", std::process::id()));
+        std::fs::create_dir_all(&directory).map_err(Error::file("create", &directory))?;
+        let probed = self.boots_under_kvm(kernel, initramfs, directory.clone()).await;
+        std::fs::remove_dir_all(&directory).map_err(Error::file("remove", &directory))?;
+        let accelerator = match probed {
+            Ok(true) => Accelerator::Kvm,
+            Ok(false) => Accelerator::Tcg,
+            Err(
+                error @ (Error::Exited { .. }
+                | Error::Lost
+                | Error::QmpSilent { .. }
+                | Error::QmpRefused { .. }),
+            ) => {
+                tracing::warn!(%error, "KVM cannot be used");
+                Accelerator::Tcg
+            }
+            Err(error) => return Err(error),
+        };
+        let draft = remembered.with_extension(format!("draft-{}", std::process::id()));
+        std::fs::write(&draft, format!("{accelerator} {circumstances}\n"))
+            .map_err(Error::file("write", &draft))?;
+        std::fs::rename(&draft, remembered).map_err(Error::file("write", remembered))?;
+        tracing::info!(%accelerator, "found out which accelerator works");
+        Ok(accelerator)
+    }
+
+    async fn boots_under_kvm(
+        &self,
+        kernel: &Path,
+        initramfs: &Path,
+        directory: PathBuf,
+    ) -> Result<bool> {
+        let spec = MachineSpec {
+            shape: Shape { cpus: 1, memory_mib: 256 },
+            accelerator: Accelerator::Kvm,
+        };
+        let memory = anonymous_file("probe-memory").map_err(Error::host("make memory"))?;
+        memory.set_len(spec.shape.memory_bytes()).map_err(Error::host("make memory"))?;
+        let place = Place { directory, uid: PROBE_UID, tap: None };
+        let files = KernelFiles::read(kernel, initramfs)?;
+        let started = self.start(&spec, &memory, place, Some((&files, Verbosity::Full))).await?;
+        let (process, qmp, _) = started.parts();
+        let end = Instant::now() + PROBE;
+        qmp.run("cont", json!({})).await?;
+        let mut boots = false;
+        while !boots && !process.has_ended() && Instant::now() < end {
+            tokio::time::sleep(PROBE_POLL).await;
+            boots = crate::machine::console(qmp).await?.contains(PROBE_SUCCESS);
+        }
+        process.kill().await?;
+        Ok(boots)
+    }
+
+    /// Boots a machine and waits until its agent has answered.
+    ///
+    /// # Errors
+    /// [`Error::NotBooted`] with the end of the console; the process is gone then.
+    pub async fn boot(&self, spec: &MachineSpec, boot: Boot) -> Result<Machine> {
+        check_size(&boot.memory, spec)?;
+        let files = KernelFiles::read(&boot.kernel, &boot.initramfs)?;
+        // QEMU opens it once more by its number, for which it needs permission. Once it has, that is taken back.
+        let own = |uid, mode| {
+            std::os::unix::fs::fchown(&boot.memory, Some(uid), Some(uid))?;
+            boot.memory.set_permissions(std::fs::Permissions::from_mode(mode))
+        };
+        own(boot.place.uid, 0o600).map_err(Error::host("hand the memory over"))?;
+        let started =
+            self.start(spec, &boot.memory, boot.place, Some((&files, Verbosity::Quiet))).await;
+        own(0, 0o444).map_err(Error::host("take the memory back"))?;
+        let started = started?;
+        started.put_root_disk(boot.root_disk).await?;
+        started.qmp().run("cont", json!({})).await?;
+        let qmp = started.qmp().clone();
+        let mut machine = started.into_machine();
+        match machine.connect_guest(BOOT).await {
+            Ok(_) => Ok(machine),
+            Err(error) => {
+                let console = crate::machine::console(&qmp).await.unwrap_or_default();
+                let stderr = machine.stderr();
+                machine.kill().await?;
+                let console = format!("{}{stderr}", last_lines(&console));
+                Err(if matches!(error, Error::Silent) {
+                    Error::NotBooted { console }
+                } else {
+                    error
+                })
+            }
+        }
+    }
+
+    /// Starts a process ahead of the state that it will be given. `memory` is that of the state; it is only read.
+    ///
+    /// # Errors
+    /// The process could not be started; nothing is left of it.
+    pub async fn prepare(
+        &self,
+        spec: &MachineSpec,
+        memory: File,
+        place: Place,
+    ) -> Result<Prepared> {
+        check_size(&memory, spec)?;
+        Ok(Prepared { started: self.start(spec, &memory, place, None).await? })
+    }
+
+    /// Finds the machine that an earlier server left running in this place.
+    ///
+    /// # Errors
+    /// [`Error::NoMachine`] when its process is gone.
+    pub async fn adopt(place: &Place) -> Result<Machine> {
+        let process = Process::adopt(&place.directory, place.uid)?;
+        let qmp =
+            Qmp::connect(sockets::connect(&place.directory, QMP_SOCKET).await?, PROMPT).await?;
+        let channel = sockets::connect(&place.directory, GUEST_SOCKET).await?;
+        Ok(Machine::new(process, qmp, channel, place.directory.clone()))
+    }
+
+    async fn start(
+        &self,
+        spec: &MachineSpec,
+        memory: &File,
+        place: Place,
+        kernel: Option<(&KernelFiles, Verbosity)>,
+    ) -> Result<Started> {
+        let Place { directory, uid, tap } = place;
+        let qmp = sockets::listen(&directory, QMP_SOCKET)?;
+        let guest = sockets::listen(&directory, GUEST_SOCKET)?;
+        let kvm = match spec.accelerator {
+            Accelerator::Kvm => {
+                let device = File::options().read(true).write(true).open("/dev/kvm");
+                Some(device.map_err(Error::file("open", "/dev/kvm"))?)
+            }
+            Accelerator::Tcg => None,
+        };
+        let memory = memory.try_clone().map_err(Error::host("duplicate a descriptor"))?;
+        let kernel = match kernel {
+            Some((files, verbosity)) => {
+                let files = files.try_clone().map_err(Error::host("duplicate a descriptor"))?;
+                Some((files, verbosity))
+            }
+            None => None,
+        };
+        let (binary, spec, process_directory) = (self.binary.clone(), *spec, directory.clone());
+        let process = tokio::task::spawn_blocking(move || {
+            let tap = tap.map_or_else(Tap::unconnected, Ok).map_err(Error::host("make a tap"))?;
+            let inherited = Inherited {
+                qmp: qmp.as_raw_fd(),
+                guest: guest.as_raw_fd(),
+                tap: tap.fd.as_raw_fd(),
+                memory: memory.as_raw_fd(),
+                kvm: kvm.as_ref().map(AsRawFd::as_raw_fd),
+            };
+            let mut descriptors =
+                vec![inherited.qmp, inherited.guest, inherited.tap, inherited.memory];
+            descriptors.extend(inherited.kvm);
+            let start = match &kernel {
+                Some((files, console)) => {
+                    let (kernel, initramfs) =
+                        (files.kernel.as_raw_fd(), files.initramfs.as_raw_fd());
+                    descriptors.extend([kernel, initramfs]);
+                    Start::Boot { kernel, initramfs, console: *console }
+                }
+                None => Start::Incoming,
+            };
+            let arguments = qemu_args::process(&spec, &inherited, &start);
+            let (directory, inherited) = (&process_directory, &descriptors);
+            Process::start(&Launch {
+                binary: &binary,
+                arguments,
+                directory,
+                uid,
+                netns: &tap.netns,
+                inherited,
+            })
+        });
+        let process = process.await.map_err(|_| Error::Lost)??;
+        Started::connect(process, directory).await
+    }
+}
+
+impl Started {
+    /// The sockets listened before the process was there, so a connection waits in them until it is.
+    async fn connect(process: Process, directory: PathBuf) -> Result<Self> {
+        let connected = async {
+            let channel = sockets::connect(&directory, GUEST_SOCKET).await?;
+            let qmp = Qmp::connect(sockets::connect(&directory, QMP_SOCKET).await?, START).await?;
+            // A port that was full when the state was saved stays silent for ever if its socket is opened after the load.
+            let end = Instant::now() + START;
+            while !is_connected(&qmp).await? {
+                if Instant::now() > end {
+                    return Err(Error::QmpSilent { command: "query-chardev" });
+                }
+                tokio::time::sleep(LOAD_POLL).await;
+            }
+            Ok((qmp, channel))
+        };
+        match explained(&process, connected).await {
+            Ok((qmp, channel)) => Ok(Self { parts: Some((process, qmp, channel)), directory }),
+            Err(error) => {
+                process.kill().await?;
+                Err(error)
+            }
+        }
+    }
+
+    fn parts(&self) -> (&Process, &Qmp, &UnixStream) {
+        let (process, qmp, channel) =
+            self.parts.as_ref().expect("only `into_machine` takes them, and the rest with it");
+        (process, qmp, channel)
+    }
+
+    fn qmp(&self) -> &Qmp {
+        self.parts().1
+    }
+
+    fn into_machine(mut self) -> Machine {
+        let (process, qmp, channel) = self.parts.take().expect("it is taken once, with the whole");
+        Machine::new(process, qmp, channel, std::mem::take(&mut self.directory))
+    }
+
+    /// Before the guest runs, so it needs not be told the size.
+    async fn put_root_disk(&self, disk: File) -> Result<()> {
+        let qmp = self.qmp();
+        qmp.add_descriptor(ROOT_SET, disk.into()).await?;
+        // Flushing waits until the file is needed elsewhere: this disk goes with its sandbox.
+        let cache = json!({ "direct": false, "no-flush": true });
+        let file = json!({ "driver": "file", "filename": format!("/dev/fdset/{ROOT_SET}"), "discard": "unmap", "cache": cache });
+        let node = json!({ "driver": "raw", "node-name": "disk-root", "discard": "unmap", "cache": cache, "file": file });
+        qmp.run("blockdev-add", node).await?;
+        let path = format!("/machine/peripheral/{ROOT}");
+        qmp.run("qom-set", json!({ "path": path, "property": "drive", "value": "disk-root" }))
+            .await?;
+        Ok(())
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some((process, _, _)) = &self.parts {
+            process.send_kill();
+        }
+    }
+}
+
+impl Prepared {
+    pub fn pid(&self) -> u32 {
+        self.started.parts().0.pid()
+    }
+
+    /// Waits for the end of the process, which nobody asked for.
+    pub fn exited(&self) -> impl Future<Output = Error> + Send + use<> {
+        self.started.parts().0.ended()
+    }
+
+    /// Loads a saved state. The machine is paused then.
+    ///
+    /// `root_disk` is a clone of the state's disk, `disk_bytes` long; the guest is told when that is more than
+    /// `base_disk_bytes`, the length it knows.
+    ///
+    /// # Errors
+    /// Nothing is left of the process then. A state of another machine than the spec's may be told by
+    /// [`Error::NotLoaded`], or not at all: compare descriptions first.
+    pub async fn load(
+        self,
+        state: File,
+        root_disk: File,
+        disk_bytes: u64,
+        base_disk_bytes: u64,
+    ) -> Result<Machine> {
+        let process = self.started.parts().0;
+        let loading = self.load_state(state, root_disk, disk_bytes, base_disk_bytes);
+        match explained(process, loading).await {
+            Ok(()) => Ok(self.started.into_machine()),
+            Err(error) => {
+                process.kill().await?;
+                Err(error)
+            }
+        }
+    }
+
+    async fn load_state(
+        &self,
+        state: File,
+        root_disk: File,
+        disk_bytes: u64,
+        base_disk_bytes: u64,
+    ) -> Result<()> {
+        let (process, qmp, _) = self.started.parts();
+        // `block_resize` truncates the file to what it is told.
+        let length = root_disk.metadata().map_err(Error::host("measure a disk"))?.len();
+        if length != disk_bytes || disk_bytes < base_disk_bytes {
+            return Err(Error::Unfit(format!(
+                "a disk of {length} bytes cannot take the place of {base_disk_bytes} as one of {disk_bytes}"
+            )));
+        }
+        self.started.put_root_disk(root_disk).await?;
+        qmp.add_descriptor(STATE_SET, state.into()).await?;
+        let begun = Instant::now();
+        qmp.run("migrate-incoming", json!({ "uri": format!("file:/dev/fdset/{STATE_SET}") }))
+            .await?;
+        // When a disk is locked, the load ends as if it had succeeded, but this stays as it is for ever.
+        while qmp.run("query-status", json!({})).await?["status"] == "inmigrate" {
+            if begun.elapsed() > LOAD {
+                return Err(Error::NotLoaded { waited: LOAD, stderr: process.stderr() });
+            }
+            tokio::time::sleep(LOAD_POLL).await;
+        }
+        qmp.run("remove-fd", json!({ "fdset-id": STATE_SET })).await?;
+        if disk_bytes > base_disk_bytes {
+            qmp.run("block_resize", json!({ "node-name": "disk-root", "size": disk_bytes }))
+                .await?;
+        }
+        Ok(())
+    }
+}
+
+async fn is_connected(qmp: &Qmp) -> Result<bool> {
+    let devices = qmp.run("query-chardev", json!({})).await?;
+    let guest = devices.as_array().into_iter().flatten().find(|device| device["label"] == "guest");
+    Ok(guest
+        .and_then(|device| device["filename"].as_str())
+        .is_some_and(|name| !name.starts_with("disconnected:")))
+}
+
+/// When the process ends meanwhile, that is the reason, and not the broken connection it leaves behind.
+pub(crate) async fn explained<T>(
+    process: &Process,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    const NOTICED: Duration = Duration::from_secs(1);
+    let error = tokio::select! {
+        biased;
+        result = work => match result {
+            Err(error @ Error::Lost) => error,
+            result => return result,
+        },
+        ended = process.ended() => return Err(ended),
+    };
+    Err(tokio::time::timeout(NOTICED, process.ended()).await.unwrap_or(error))
+}
+
+/// Copies that QEMU may open, whatever the permissions of the files are.
+struct KernelFiles {
+    kernel: File,
+    initramfs: File,
+}
+
+impl KernelFiles {
+    fn read(kernel: &Path, initramfs: &Path) -> Result<Self> {
+        let copy = |path: &Path| {
+            let copied = File::open(path).and_then(|mut file| {
+                let mut bytes = Vec::new();
+                file.read_to_end(&mut bytes)?;
+                let mut copy = anonymous_file("kernel")?;
+                copy.write_all(&bytes)?;
+                copy.rewind()?;
+                Ok(copy)
+            });
+            copied.map_err(Error::file("read", path))
+        };
+        Ok(Self { kernel: copy(kernel)?, initramfs: copy(initramfs)? })
+    }
+
+    fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { kernel: self.kernel.try_clone()?, initramfs: self.initramfs.try_clone()? })
+    }
+}
+
+/// Everybody may open it who has its number, which is only whom it is given to.
+fn anonymous_file(name: &str) -> io::Result<File> {
+    let file = File::from(rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?);
+    file.set_permissions(std::fs::Permissions::from_mode(0o666))?;
+    Ok(file)
+}
+
+fn check_size(memory: &File, spec: &MachineSpec) -> Result<()> {
+    let metadata = memory.metadata().map_err(Error::host("measure a memory file"))?;
+    let (length, expected) = (metadata.len(), spec.shape.memory_bytes());
+    if length != expected {
+        return Err(Error::Unfit(format!(
+            "a memory file of {length} bytes is not one of {expected}"
+        )));
+    }
+    Ok(())
+}
+
+/// `10.0.2 (Debian 1:10.0.2)` is release 10.0.
+fn release(version: &str) -> Option<(u32, u32)> {
+    let mut numbers = version.split(['.', ' ']).map(|word| word.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
+}
+
+fn last_lines(console: &str) -> &str {
+    const BYTES: usize = 2000;
+    let start = console.len().saturating_sub(BYTES);
+    let start =
+        (start..console.len()).find(|&at| console.is_char_boundary(at)).unwrap_or(console.len());
+    &console[start..]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn releases_are_compared_as_numbers() {
+        assert!(release("10.0.2 (Debian 1:10.0.2+ds-2)").unwrap() > OLDEST);
+        assert!(release("8.2.0").unwrap() >= OLDEST);
+        assert!(release("7.2.22").unwrap() < OLDEST);
+        assert_eq!(release("of something else"), None);
+    }
+}

@@ -1,0 +1,157 @@
+//! A machine that runs or stands still. Dropping it leaves it as it is: machines outlive the server.
+
+use std::fs::File;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::json;
+use tokio::net::UnixStream;
+
+use crate::error::{Error, Result};
+use crate::guest::Guest;
+use crate::hypervisor::explained;
+use crate::memory;
+use crate::process::Process;
+use crate::qemu_args::{CONSOLE, CONSOLE_BYTES};
+use crate::qmp::Qmp;
+use crate::sockets;
+
+pub(crate) const QMP_SOCKET: &str = "qmp.sock";
+pub(crate) const GUEST_SOCKET: &str = "guest.sock";
+const SAVED_SET: u32 = 3;
+/// Saving stops the machine, and that flushes its disks.
+const SAVE: Duration = Duration::from_secs(60);
+
+#[derive(Debug)]
+pub struct Machine {
+    process: Process,
+    qmp: Qmp,
+    directory: PathBuf,
+    /// Connected since before the state was loaded; no handshake yet.
+    channel: Option<UnixStream>,
+    guest: Option<Guest>,
+}
+
+impl Machine {
+    pub(crate) fn new(process: Process, qmp: Qmp, channel: UnixStream, directory: PathBuf) -> Self {
+        Self { process, qmp, directory, channel: Some(channel), guest: None }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.process.pid()
+    }
+
+    /// Waits for the end of the process; what it resolves to says how it ended.
+    pub fn exited(&self) -> impl Future<Output = Error> + Send + use<> {
+        self.process.ended()
+    }
+
+    pub fn has_exited(&self) -> bool {
+        self.process.has_ended()
+    }
+
+    /// The end of what QEMU wrote to standard error.
+    pub fn stderr(&self) -> String {
+        self.process.stderr()
+    }
+
+    /// # Errors
+    /// QEMU refuses or is gone.
+    pub async fn resume(&self) -> Result<()> {
+        self.run("cont").await
+    }
+
+    /// # Errors
+    /// QEMU refuses or is gone.
+    pub async fn stop(&self) -> Result<()> {
+        self.run("stop").await
+    }
+
+    async fn run(&self, command: &'static str) -> Result<()> {
+        explained(&self.process, self.qmp.run_within(SAVE, command, json!({}), None))
+            .await
+            .map(drop)
+    }
+
+    /// # Errors
+    /// QEMU is gone.
+    pub async fn is_running(&self) -> Result<bool> {
+        let status = explained(&self.process, self.qmp.run("query-status", json!({}))).await?;
+        Ok(status["status"] == "running")
+    }
+
+    /// Writes the state of all devices, without memory, to a file made there. The machine has to be stopped; it stays
+    /// so. The file is not flushed to the disk.
+    ///
+    /// # Errors
+    /// QEMU refuses or is gone.
+    pub async fn save_state(&self, path: &Path) -> Result<()> {
+        let file = File::create(path).map_err(Error::file("create", path))?;
+        let saving = async {
+            self.qmp.add_descriptor(SAVED_SET, file.into()).await?;
+            // Not `live`, which would let go of the locks on the disks.
+            let arguments = json!({ "filename": format!("/dev/fdset/{SAVED_SET}"), "live": false });
+            let saved = self.qmp.run_within(SAVE, "xen-save-devices-state", arguments, None).await;
+            self.qmp.run("remove-fd", json!({ "fdset-id": SAVED_SET })).await?;
+            saved.map(drop)
+        };
+        explained(&self.process, saving).await
+    }
+
+    /// Connects to the agent anew; what was open before is lost. The machine has to run.
+    ///
+    /// # Errors
+    /// [`Error::Silent`] after the deadline.
+    pub async fn connect_guest(&mut self, deadline: Duration) -> Result<Guest> {
+        // A second client of the socket waits for the first to leave.
+        self.guest = None;
+        let channel = self.channel.take();
+        let directory = &self.directory;
+        let connecting = async {
+            let channel = match channel {
+                Some(channel) => channel,
+                None => sockets::connect(directory, GUEST_SOCKET).await?,
+            };
+            Guest::connect(channel, deadline).await
+        };
+        let guest = explained(&self.process, connecting).await?;
+        self.guest = Some(guest.clone());
+        Ok(guest)
+    }
+
+    /// The agent, once it was connected to.
+    pub fn guest(&self) -> Option<&Guest> {
+        self.guest.as_ref()
+    }
+
+    /// The last 64 KiB that the guest wrote to its console since this was last asked for.
+    ///
+    /// # Errors
+    /// QEMU is gone.
+    pub async fn console(&self) -> Result<String> {
+        explained(&self.process, console(&self.qmp)).await
+    }
+
+    /// Memory that only this machine uses, in use or swapped out.
+    ///
+    /// # Errors
+    /// The process is gone.
+    pub fn private_memory_bytes(&self) -> Result<u64> {
+        memory::private_bytes(self.pid()).map_err(Error::host("measure the memory of qemu"))
+    }
+
+    /// Ends the process at once and waits until it is gone, and its locks and memory with it.
+    ///
+    /// # Errors
+    /// It does not end: the kernel is stuck with it.
+    pub async fn kill(self) -> Result<()> {
+        self.process.kill().await
+    }
+}
+
+pub(crate) async fn console(qmp: &Qmp) -> Result<String> {
+    let text = qmp
+        .run("ringbuf-read", json!({ "device": CONSOLE, "size": CONSOLE_BYTES, "format": "utf8" }))
+        .await?;
+    Ok(text.as_str().unwrap_or_default().into())
+}

@@ -1,0 +1,285 @@
+//! A QEMU process: how it is started, watched, found again by a later server, and ended.
+//!
+//! It outlives the server: it has a session of its own, its sockets lie in its directory, and what it writes to standard
+//! error goes to a pipe that neither blocks it nor grows. It never owns a file by name: all it uses is inherited.
+#![expect(unsafe_code, reason = "the child's privileges are dropped between fork and exec")]
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
+use nix::sys::resource::{Resource, setrlimit};
+use nix::unistd::{Gid, Uid};
+use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
+use tokio::io::unix::AsyncFd;
+use tokio::net::unix::pipe;
+use tokio::sync::watch;
+
+use crate::error::{Error, Result};
+
+const PID_FILE: &str = "qemu.pid";
+/// What is kept of standard error: its end.
+const STDERR_BYTES: usize = 8 * 1024;
+const OPEN_FILES: u64 = 1024;
+/// A killed process is gone once the kernel has let go of its memory.
+const DEATH: Duration = Duration::from_secs(20);
+
+/// How a process is started. Not in the child's environment or arguments: nothing secret is needed there.
+pub(crate) struct Launch<'a> {
+    pub(crate) binary: &'a Path,
+    pub(crate) arguments: Vec<String>,
+    pub(crate) directory: &'a Path,
+    /// Also the group. No other process may have it.
+    pub(crate) uid: u32,
+    pub(crate) netns: &'a OwnedFd,
+    /// These, and no others, stay open in the child, under the numbers they have here.
+    pub(crate) inherited: &'a [RawFd],
+}
+
+/// Dropping it leaves the process alone.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pid: u32,
+    pidfd: Arc<OwnedFd>,
+    directory: PathBuf,
+    ended: watch::Receiver<Option<String>>,
+    stderr: Arc<Mutex<VecDeque<u8>>>,
+}
+
+impl Process {
+    /// Blocks while the child is made.
+    pub(crate) fn start(launch: &Launch<'_>) -> Result<Self> {
+        let spawn_error = |source| Error::Spawn { directory: launch.directory.into(), source };
+        // Not blocking: when nobody reads, what does not fit is dropped. With no reader, writes fail, which QEMU ignores.
+        let (stderr, child_stderr) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
+            .map_err(|errno| spawn_error(errno.into()))?;
+        let (uid, netns, inherited) =
+            (launch.uid, launch.netns.as_raw_fd(), launch.inherited.to_vec());
+        let mut command = std::process::Command::new(launch.binary);
+        command
+            .args(&launch.arguments)
+            .env_clear()
+            // One arena: QEMU's few threads do not need more, and each costs memory in every machine.
+            .env("MALLOC_ARENA_MAX", "1")
+            .current_dir("/")
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(child_stderr);
+        // SAFETY: between fork and exec only system calls are made; nothing allocates or takes a lock.
+        unsafe { command.pre_exec(move || become_unprivileged(uid, netns, &inherited)) };
+        let child = command.spawn().map_err(spawn_error)?;
+        drop(command);
+        let pid = child.id();
+        let process = Self::watch(pid, launch.directory, Some(stderr))?;
+        process.write_pid_file()?;
+        Ok(process)
+    }
+
+    /// Finds a process that an earlier server started, and makes sure that it is that one.
+    pub(crate) fn adopt(directory: &Path, uid: u32) -> Result<Self> {
+        let path = directory.join(PID_FILE);
+        let missing = || Error::NoMachine { directory: directory.into() };
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(missing()),
+            Err(error) => return Err(Error::file("read", path)(error)),
+        };
+        let mut words = text.split_whitespace();
+        let pid: u32 = words.next().and_then(|word| word.parse().ok()).ok_or_else(missing)?;
+        let process = Self::watch(pid, directory, None).map_err(|_| missing())?;
+        // The descriptor is held, so the number cannot pass to another process behind this comparison.
+        let is_ours = words.eq(identity(pid).unwrap_or_default().split_whitespace())
+            && std::fs::metadata(format!("/proc/{pid}"))
+                .is_ok_and(|metadata| metadata.uid() == uid);
+        if is_ours { Ok(process) } else { Err(missing()) }
+    }
+
+    fn watch(pid: u32, directory: &Path, stderr: Option<OwnedFd>) -> Result<Self> {
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Error::Lost)?;
+        let open = || rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK);
+        let pidfd = Arc::new(open().map_err(|errno| Error::host("watch qemu")(errno.into()))?);
+        // After a restart the pipe is found through the process that still holds it.
+        let stderr = stderr.map(File::from).or_else(|| {
+            use std::os::unix::fs::OpenOptionsExt;
+            let path = format!("/proc/{pid}/fd/2");
+            File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()
+        });
+        let kept = Arc::new(Mutex::new(VecDeque::new()));
+        let (end, ended) = watch::channel(None);
+        let watched = pidfd.try_clone().map_err(Error::host("watch qemu"))?;
+        // SAFETY: it owns the descriptor, and nothing takes it out.
+        let watched = unsafe { AsyncFd::register(watched) };
+        let watched = watched.map_err(|error| Error::host("watch qemu")(error.into()))?;
+        tokio::spawn(keep_stderr_until_the_end(watched, stderr, kept.clone(), end));
+        Ok(Self { pid, pidfd, directory: directory.into(), ended, stderr: kept })
+    }
+
+    fn write_pid_file(&self) -> Result<()> {
+        let path = self.directory.join(PID_FILE);
+        let draft = self.directory.join("qemu.pid.draft");
+        let identity = identity(self.pid).map_err(Error::host("read the identity of qemu"))?;
+        std::fs::write(&draft, format!("{} {identity}\n", self.pid))
+            .map_err(Error::file("write", &draft))?;
+        std::fs::rename(&draft, &path).map_err(Error::file("write", path))
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Waits until the process has ended, however long that takes.
+    pub(crate) fn ended(&self) -> impl Future<Output = Error> + Send + use<> {
+        let (mut ended, stderr) = (self.ended.clone(), self.stderr.clone());
+        async move {
+            let status = match ended.wait_for(Option::is_some).await {
+                Ok(status) => status.clone().unwrap_or_default(),
+                Err(_) => "unknown".into(),
+            };
+            Error::Exited { status, stderr: text_of(&stderr) }
+        }
+    }
+
+    pub(crate) fn has_ended(&self) -> bool {
+        self.ended.borrow().is_some()
+    }
+
+    pub(crate) fn stderr(&self) -> String {
+        text_of(&self.stderr)
+    }
+
+    pub(crate) fn send_kill(&self) {
+        // An error means that it is gone already.
+        let _ = rustix::process::pidfd_send_signal(&*self.pidfd, Signal::KILL);
+    }
+
+    pub(crate) async fn kill(&self) -> Result<()> {
+        self.send_kill();
+        tokio::time::timeout(DEATH, self.ended()).await.map_err(|_| Error::Host {
+            action: "kill qemu",
+            source: io::ErrorKind::TimedOut.into(),
+        })?;
+        match std::fs::remove_file(self.directory.join(PID_FILE)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(Error::file("remove", self.directory.join(PID_FILE))(error))
+            }
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+}
+
+/// Owned by the process it watches: it ends with that one, and reaps it.
+async fn keep_stderr_until_the_end(
+    pidfd: AsyncFd<OwnedFd>,
+    stderr: Option<File>,
+    kept: Arc<Mutex<VecDeque<u8>>>,
+    end: watch::Sender<Option<String>>,
+) {
+    let mut stderr = stderr.and_then(|file| pipe::Receiver::from_file(file).ok());
+    loop {
+        let mut is_over = false;
+        tokio::select! {
+            ready = pidfd.readable() => {
+                drop(ready);
+                is_over = true;
+            }
+            more = read_more(stderr.as_ref(), &kept) => {
+                if !more {
+                    stderr = None;
+                }
+            }
+        }
+        if is_over {
+            break;
+        }
+    }
+    if let Some(stderr) = &stderr {
+        while read_now(stderr, &kept).is_ok_and(|count| count > 0) {}
+    }
+    let options = WaitIdOptions::EXITED;
+    let status = match rustix::process::waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), options) {
+        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => format!("status {code}"),
+            (None, Some(signal)) => format!("signal {signal}"),
+            (None, None) => "unknown".into(),
+        },
+        // An adopted process is not our child.
+        Ok(None) | Err(_) => "unknown".into(),
+    };
+    let _ = end.send(Some(status));
+}
+
+/// False when no more can come.
+async fn read_more(stderr: Option<&pipe::Receiver>, kept: &Mutex<VecDeque<u8>>) -> bool {
+    let Some(stderr) = stderr else { return std::future::pending().await };
+    if stderr.readable().await.is_err() {
+        return false;
+    }
+    match read_now(stderr, kept) {
+        Ok(count) => count > 0,
+        Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+    }
+}
+
+fn read_now(stderr: &pipe::Receiver, kept: &Mutex<VecDeque<u8>>) -> io::Result<usize> {
+    let mut buffer = [0; 4096];
+    let count = stderr.try_read(&mut buffer)?;
+    let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    kept.extend(&buffer[..count]);
+    let excess = kept.len().saturating_sub(STDERR_BYTES);
+    kept.drain(..excess);
+    Ok(count)
+}
+
+fn text_of(kept: &Mutex<VecDeque<u8>>) -> String {
+    let kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+    let bytes: Vec<u8> = kept.iter().copied().collect();
+    String::from_utf8_lossy(&bytes).trim().to_owned()
+}
+
+/// What no other process with this number has: when it was started, and since which boot that counts.
+fn identity(pid: u32) -> io::Result<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    // The second field is the name in parentheses, which may hold anything; the start time is the 22nd.
+    let start = stat.rsplit(')').next().and_then(|rest| rest.split_whitespace().nth(19));
+    let start = start.ok_or_else(|| io::Error::other("a process without a start time"))?;
+    Ok(format!("{start} {}", host_boot_id()?))
+}
+
+pub(crate) fn host_boot_id() -> io::Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
+/// Runs in the child, between fork and exec.
+fn become_unprivileged(uid: u32, netns: RawFd, inherited: &[RawFd]) -> io::Result<()> {
+    nix::unistd::setsid()?;
+    // SAFETY: the descriptor is open: its owner outlives the spawn.
+    let netns = unsafe { std::os::fd::BorrowedFd::borrow_raw(netns) };
+    nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET)?;
+    nix::unistd::setgroups(&[])?;
+    nix::unistd::setresgid(Gid::from_raw(uid), Gid::from_raw(uid), Gid::from_raw(uid))?;
+    nix::unistd::setresuid(Uid::from_raw(uid), Uid::from_raw(uid), Uid::from_raw(uid))?;
+    nix::sys::prctl::set_no_new_privs()?;
+    setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
+    setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)?;
+    // Whatever a library may have opened without it: nothing but the standard streams passes by accident.
+    // SAFETY: only a flag of descriptors is changed.
+    if unsafe { libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC.cast_signed()) }
+        != 0
+    {
+        return Err(io::Error::last_os_error());
+    }
+    for &descriptor in inherited {
+        // SAFETY: as above, these are open.
+        let descriptor = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
+        fcntl(descriptor, FcntlArg::F_SETFD(FdFlag::empty()))?;
+    }
+    Ok(())
+}
