@@ -1,1 +1,60 @@
-fn main() {}
+//! What developers and CI run on the workspace: `cargo xtask --help`.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
+
+mod api;
+mod bench;
+mod build;
+mod check;
+mod openapi;
+mod server;
+mod suite;
+mod wait;
+
+use std::{path::Path, process::ExitCode};
+
+use anyhow::Context;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(about = "Tasks of the workspace")]
+struct Arguments {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Rules of the workspace: which crate uses which, names and lengths of files
+    Check,
+    /// Write openapi.json anew from the server's routes
+    Openapi,
+    /// All tests: formatting, rules, lints, crates, end to end, scenarios, leftovers
+    Test,
+    /// The long tests
+    Soak,
+    /// Measure what a sandbox costs beside what the technique alone costs
+    Bench(bench::Options),
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("xtask: failed to {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<()> {
+    let task = Arguments::parse().task;
+    wait::listen_for_interrupts()?;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("find the workspace")?;
+    match task {
+        Task::Check => check::run(root),
+        Task::Openapi => openapi::run(root),
+        Task::Test => suite::test(root),
+        Task::Soak => suite::soak(root),
+        Task::Bench(options) => bench::run(root, &options),
+    }
+}

@@ -1,0 +1,141 @@
+//! The few calls of the HTTP API that the suite and the bench make. Not crate `client`, which the bench would measure.
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use serde_json::{Value, json};
+use ureq::{Agent, Body, http::Response};
+
+use crate::wait;
+
+/// A size that must be baked first, and a template that must be built first, are answered with "later".
+const FIRST_CREATE_LIMIT: Duration = Duration::from_secs(1200);
+
+/// One client with its own connections, kept alive.
+pub(crate) struct Api {
+    agent: Agent,
+    url: String,
+    authorization: String,
+}
+
+impl Api {
+    pub(crate) fn new(url: &str, key: &str) -> Self {
+        let config = Agent::config_builder()
+            .http_status_as_error(false)
+            .timeout_global(Some(Duration::from_secs(300)))
+            .max_idle_connections_per_host(16)
+            .max_idle_connections(16)
+            .build();
+        Self { agent: config.into(), url: url.to_owned(), authorization: format!("Bearer {key}") }
+    }
+
+    pub(crate) fn get(&self, path: &str) -> anyhow::Result<Vec<u8>> {
+        let answer =
+            self.agent.get(self.address(path)).header("Authorization", &self.authorization).call();
+        content(answer, &format!("GET {path}")).map(|(_, body)| body)
+    }
+
+    pub(crate) fn get_json(&self, path: &str) -> anyhow::Result<Value> {
+        serde_json::from_slice(&self.get(path)?)
+            .with_context(|| format!("read the answer to GET {path}"))
+    }
+
+    pub(crate) fn put(&self, path: &str, bytes: &[u8]) -> anyhow::Result<()> {
+        let answer = self
+            .agent
+            .put(self.address(path))
+            .header("Authorization", &self.authorization)
+            .send(bytes);
+        content(answer, &format!("PUT {path}")).map(drop)
+    }
+
+    pub(crate) fn delete(&self, path: &str) -> anyhow::Result<()> {
+        let answer = self
+            .agent
+            .delete(self.address(path))
+            .header("Authorization", &self.authorization)
+            .call();
+        content(answer, &format!("DELETE {path}")).map(drop)
+    }
+
+    fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
+        self.post_once(path, body)?
+            .with_context(|| format!("POST {path}: the server asks to come again"))
+    }
+
+    /// `None`: not now, and nothing was done.
+    fn post_once(&self, path: &str, body: &Value) -> anyhow::Result<Option<Value>> {
+        let answer = self
+            .agent
+            .post(self.address(path))
+            .header("Authorization", &self.authorization)
+            .send_json(body);
+        let answer = answer.with_context(|| format!("POST {path}"))?;
+        if answer.status() == 503 && answer.headers().contains_key("Retry-After") {
+            return Ok(None);
+        }
+        let (_, body) = content(Ok(answer), &format!("POST {path}"))?;
+        Ok(Some(serde_json::from_slice(&body)?))
+    }
+
+    fn address(&self, path: &str) -> String {
+        format!("{}{path}", self.url)
+    }
+
+    pub(crate) fn create(&self, request: &Value) -> anyhow::Result<Value> {
+        self.post("/v1/sandboxes", request)
+    }
+
+    /// Waits while the server makes what the request needs.
+    pub(crate) fn create_patiently(&self, request: &Value) -> anyhow::Result<Value> {
+        wait::until(
+            "the first sandbox of a size",
+            FIRST_CREATE_LIMIT,
+            Duration::from_secs(1),
+            || self.create_unless_busy(request),
+        )
+    }
+
+    /// `None`: the server asks to come again, and made nothing.
+    pub(crate) fn create_unless_busy(&self, request: &Value) -> anyhow::Result<Option<Value>> {
+        self.post_once("/v1/sandboxes", request)
+    }
+
+    /// The time from the call to the answer.
+    pub(crate) fn exec(&self, id: &str, command: &str) -> anyhow::Result<Duration> {
+        let start = Instant::now();
+        let answer = self.post(&format!("/v1/sandboxes/{id}/exec"), &json!({"cmd": command}))?;
+        let time = start.elapsed();
+        ensure!(answer["exit_code"] == 0, "`{command}` ended with {answer}");
+        Ok(time)
+    }
+
+    pub(crate) fn delete_all(&self) -> anyhow::Result<()> {
+        for sandbox in self.get_json("/v1/sandboxes")?.as_array().into_iter().flatten() {
+            self.delete(&format!("/v1/sandboxes/{}", id_of(sandbox)?))?;
+        }
+        Ok(())
+    }
+}
+
+pub(crate) fn id_of(sandbox: &Value) -> anyhow::Result<&str> {
+    sandbox["id"].as_str().with_context(|| format!("find the id in {sandbox}"))
+}
+
+fn content(
+    answer: Result<Response<Body>, ureq::Error>,
+    call: &str,
+) -> anyhow::Result<(u16, Vec<u8>)> {
+    let mut answer = answer.with_context(|| call.to_owned())?;
+    let status = answer.status().as_u16();
+    let body = answer
+        .body_mut()
+        .with_config()
+        .limit(256 << 20)
+        .read_to_vec()
+        .with_context(|| call.to_owned())?;
+    if status >= 400 {
+        bail!("{call} was answered {status}: {}", String::from_utf8_lossy(&body));
+    }
+    Ok((status, body))
+}

@@ -1,0 +1,42 @@
+//! Builds the programs that the suite and the bench start.
+
+use std::{
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use anyhow::{Context, ensure};
+use cargo_metadata::MetadataCommand;
+
+use crate::wait;
+
+const HOST_TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// `atoll`, as it is shipped.
+pub(crate) fn release_program(root: &Path) -> anyhow::Result<PathBuf> {
+    cargo(root, &["build", "--release", "--quiet", "--package", "atoll"], &[])?;
+    Ok(target_directory()?.join("release/atoll"))
+}
+
+/// Static, because it runs before there is a root file system.
+pub(crate) fn floor_guest(root: &Path) -> anyhow::Result<PathBuf> {
+    let arguments =
+        ["build", "--release", "--quiet", "--package", "bench-guest", "--target", HOST_TARGET];
+    cargo(root, &arguments, &[("RUSTFLAGS", "-C target-feature=+crt-static")])?;
+    Ok(target_directory()?.join(HOST_TARGET).join("release/bench-guest"))
+}
+
+pub(crate) fn target_directory() -> anyhow::Result<PathBuf> {
+    let metadata = MetadataCommand::new().no_deps().exec().context("read cargo's metadata")?;
+    Ok(metadata.target_directory.into_std_path_buf())
+}
+
+fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> anyhow::Result<()> {
+    let line = format!("cargo {}", arguments.join(" "));
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root).args(arguments).envs(environment.iter().copied());
+    let mut child = command.spawn().with_context(|| format!("start `{line}`"))?;
+    let status = wait::end_of(&mut child)?;
+    ensure!(status.success(), "`{line}` failed");
+    Ok(())
+}

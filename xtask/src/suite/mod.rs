@@ -1,0 +1,222 @@
+//! `cargo xtask test` and `soak`: everything that must hold, in an order in which the quickest to fail comes first.
+
+pub(crate) mod leftovers;
+mod tally;
+
+use std::{
+    io::{BufRead, BufReader},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Instant,
+};
+
+use anyhow::{Context, bail, ensure};
+
+use self::{leftovers::Inventory, tally::Tally};
+use crate::{build, check, server::Server, wait};
+
+/// The everyday jobs, through the published clients, whose capabilities are there.
+const SCENARIOS: &[&str] =
+    &["artifacts", "chart", "cli", "commands", "directory", "files", "ts_files"];
+
+pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
+    let mut suite = Suite::new(root);
+    suite.step("formatting", |root| cargo(root, &["fmt", "--all", "--check"]))?;
+    suite.step("rules of the workspace", |root| check::run(root).map(|()| Tally::PASSED))?;
+    suite.step("lints", |root| {
+        cargo(
+            root,
+            &["clippy", "--quiet", "--workspace", "--all-targets", "--", "--deny", "warnings"],
+        )
+    })?;
+    let before = Inventory::take();
+    suite.step("tests of the crates", |root| {
+        cargo_test(root, &["--workspace", "--exclude", "tests", "--no-fail-fast"], None)
+    })?;
+    suite.with_server(|suite, server| {
+        suite.step("end-to-end tests", |root| {
+            cargo_test(root, &["--package", "tests", "--no-fail-fast"], Some(server))
+        })?;
+        suite.step("scenarios", |root| scenarios(root, server))
+    })?;
+    suite.step("leftovers on the host", |_| no_leftovers(&before))?;
+    suite.finish()
+}
+
+/// The long tests, which are marked as ignored.
+pub(crate) fn soak(root: &Path) -> anyhow::Result<()> {
+    let mut suite = Suite::new(root);
+    let before = Inventory::take();
+    suite.step("long tests of the crates", |root| {
+        cargo_test(
+            root,
+            &["--workspace", "--exclude", "tests", "--no-fail-fast", "--", "--ignored"],
+            None,
+        )
+    })?;
+    suite.with_server(|suite, server| {
+        suite.step("long end-to-end tests", |root| {
+            cargo_test(
+                root,
+                &["--package", "tests", "--no-fail-fast", "--", "--ignored"],
+                Some(server),
+            )
+        })
+    })?;
+    suite.step("leftovers on the host", |_| no_leftovers(&before))?;
+    suite.finish()
+}
+
+struct Suite<'a> {
+    root: &'a Path,
+    start: Instant,
+    tally: Tally,
+    failures: Vec<String>,
+}
+
+impl<'a> Suite<'a> {
+    fn new(root: &'a Path) -> Self {
+        Self { root, start: Instant::now(), tally: Tally::default(), failures: Vec::new() }
+    }
+
+    /// A failing step is counted and the next one begins; only an interrupt ends the suite.
+    fn step(
+        &mut self,
+        name: &str,
+        action: impl FnOnce(&Path) -> anyhow::Result<Tally>,
+    ) -> anyhow::Result<()> {
+        self.say(name);
+        let tally = match action(self.root) {
+            Ok(tally) => tally,
+            Err(error) => {
+                println!("failed to {error:#}");
+                Tally::FAILED
+            }
+        };
+        wait::check_interrupt()?;
+        if tally.failed > 0 {
+            self.failures.push(name.to_owned());
+        }
+        self.tally += tally;
+        Ok(())
+    }
+
+    /// The steps that need a server are left out when there is none; that counts as one failure.
+    fn with_server(
+        &mut self,
+        steps: impl FnOnce(&mut Self, &Server) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        let mut server = None;
+        self.step("a server of the release build", |root| {
+            let program = build::release_program(root)?;
+            let log = build::target_directory()?.join("test-server.log");
+            println!("the server's log is {}", log.display());
+            server = Some(Server::start(&program, &log)?);
+            Ok(Tally::PASSED)
+        })?;
+        match server {
+            Some(server) => steps(self, &server),
+            None => Ok(()),
+        }
+    }
+
+    fn say(&self, text: &str) {
+        println!("\n[{:>4}s] ==== {text}", self.start.elapsed().as_secs());
+    }
+
+    /// The tally is the last line.
+    fn finish(self) -> anyhow::Result<()> {
+        self.say("done");
+        for failure in &self.failures {
+            println!("failed: {failure}");
+        }
+        println!("{}", self.tally);
+        ensure!(self.tally.failed == 0, "pass all tests");
+        Ok(())
+    }
+}
+
+fn no_leftovers(before: &Inventory) -> anyhow::Result<Tally> {
+    let left = before.left_since()?;
+    for thing in &left {
+        println!("left over: {thing}");
+    }
+    Ok(if left.is_empty() { Tally::PASSED } else { Tally::FAILED })
+}
+
+fn cargo(root: &Path, arguments: &[&str]) -> anyhow::Result<Tally> {
+    let mut command = cargo_command(root);
+    command.args(arguments);
+    let mut child = command.spawn().context("start cargo")?;
+    let status = wait::end_of(&mut child)?;
+    Ok(if status.success() { Tally::PASSED } else { Tally::FAILED })
+}
+
+/// The end-to-end tests learn of the server by `ATOLL_URL`, `ATOLL_KEY` and `ATOLL_DATA_DIR`, and of the program, for
+/// servers of their own, by `ATOLL_PROGRAM`.
+fn cargo_test(root: &Path, arguments: &[&str], server: Option<&Server>) -> anyhow::Result<Tally> {
+    let mut command = cargo_command(root);
+    command.arg("test").args(arguments);
+    if let Some(server) = server {
+        command
+            .env("ATOLL_URL", &server.url)
+            .env("ATOLL_KEY", &server.key)
+            .env("ATOLL_DATA_DIR", server.data_directory())
+            .env("ATOLL_PROGRAM", server.program());
+    }
+    counted(command)
+}
+
+fn cargo_command(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root).stdin(Stdio::null());
+    command
+}
+
+fn scenarios(root: &Path, server: &Server) -> anyhow::Result<Tally> {
+    let directory = std::env::var_os("ATOLL_SCENARIOS")
+        .map_or_else(|| root.join("../shared/scenarios"), PathBuf::from);
+    let script = directory.join("run.sh");
+    if !script.is_file() {
+        println!(
+            "left out: there are no scenarios in {} (ATOLL_SCENARIOS names another place)",
+            directory.display()
+        );
+        return Ok(Tally::default());
+    }
+    let mut command = Command::new("bash");
+    command
+        .arg(&script)
+        .args(SCENARIOS)
+        .env("ATOLL_URL", &server.url)
+        .env("ATOLL_KEY", &server.key);
+    command.stdin(Stdio::null());
+    counted(command)
+}
+
+/// Shows the output as it comes and adds up the summaries in it.
+fn counted(mut command: Command) -> anyhow::Result<Tally> {
+    let mut child =
+        command.stdout(Stdio::piped()).spawn().with_context(|| format!("start {command:?}"))?;
+    let output = child.stdout.take().context("take the output")?;
+    let reader = std::thread::spawn(move || {
+        let mut tally = Tally::default();
+        for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line);
+            // Every test that passed, by name, is for whoever runs one test program.
+            if !(line.starts_with("test ") && line.ends_with(" ... ok")) {
+                println!("{line}");
+            }
+            if let Some(counts) = Tally::of_line(&line) {
+                tally += counts;
+            }
+        }
+        tally
+    });
+    let status = wait::end_of(&mut child)?;
+    let Ok(mut tally) = reader.join() else { bail!("read the output") };
+    if !status.success() && tally.failed == 0 {
+        tally.failed = 1;
+    }
+    Ok(tally)
+}
