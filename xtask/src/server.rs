@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File},
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::Duration,
@@ -43,6 +44,8 @@ impl Server {
             .args(["serve", "--listen", "127.0.0.1:0", "--data-dir"])
             .arg(directory.path())
             .env("ATOLL_API_KEY", &key)
+            // An interrupt is for us, who end it in order.
+            .process_group(0)
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
             .stderr(output)

@@ -64,7 +64,7 @@ impl Bake {
         guest.ping().with_context(|| {
             format!("boot the floor's guest: {}", guest.machine.qemu.last_words())
         })?;
-        // Atoll's bakes have run their agent's first commands, too.
+        // Bash is in the guest's page cache from here on: no restored machine reads it from the disk.
         guest.run("sync")?;
         guest.machine.qmp.call("stop", &json!({}))?;
         let state = bake.directory.join("state");

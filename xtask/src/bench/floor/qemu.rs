@@ -2,6 +2,7 @@
 
 use std::{
     fs::File,
+    os::unix::process::CommandExt,
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     time::Duration,
@@ -45,6 +46,8 @@ impl Qemu {
         let log = File::create(directory.join("qemu.log"))?;
         let child = Command::new("qemu-system-x86_64")
             .args(arguments(directory, accelerator, shape, memory, disk_bytes, start))
+            // An interrupt is for the bench, which ends it in order.
+            .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
