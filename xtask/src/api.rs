@@ -60,7 +60,7 @@ impl Api {
 
     fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
         self.post_once(path, body)?
-            .with_context(|| format!("POST {path}: the server asks to come again"))
+            .with_context(|| format!("call POST {path}: the server asks to come again"))
     }
 
     /// `None`: not now, and nothing was done.
@@ -70,7 +70,7 @@ impl Api {
             .post(self.address(path))
             .header("Authorization", &self.authorization)
             .send_json(body);
-        let answer = answer.with_context(|| format!("POST {path}"))?;
+        let answer = answer.with_context(|| format!("call POST {path}"))?;
         if answer.status() == 503 && answer.headers().contains_key("Retry-After") {
             return Ok(None);
         }
@@ -106,7 +106,7 @@ impl Api {
         let start = Instant::now();
         let answer = self.post(&format!("/v1/sandboxes/{id}/exec"), &json!({"cmd": command}))?;
         let time = start.elapsed();
-        ensure!(answer["exit_code"] == 0, "`{command}` ended with {answer}");
+        ensure!(answer["exit_code"] == 0, "run `{command}`: {answer}");
         Ok(time)
     }
 
@@ -126,16 +126,16 @@ fn content(
     answer: Result<Response<Body>, ureq::Error>,
     call: &str,
 ) -> anyhow::Result<(u16, Vec<u8>)> {
-    let mut answer = answer.with_context(|| call.to_owned())?;
+    let mut answer = answer.with_context(|| format!("call {call}"))?;
     let status = answer.status().as_u16();
     let body = answer
         .body_mut()
         .with_config()
         .limit(256 << 20)
         .read_to_vec()
-        .with_context(|| call.to_owned())?;
+        .with_context(|| format!("call {call}"))?;
     if status >= 400 {
-        bail!("{call} was answered {status}: {}", String::from_utf8_lossy(&body));
+        bail!("call {call}: {status} {}", String::from_utf8_lossy(&body));
     }
     Ok((status, body))
 }

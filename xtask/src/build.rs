@@ -37,6 +37,6 @@ fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> anyho
     command.current_dir(root).args(arguments).envs(environment.iter().copied());
     let mut child = command.spawn().with_context(|| format!("start `{line}`"))?;
     let status = wait::end_of(&mut child)?;
-    ensure!(status.success(), "`{line}` failed");
+    ensure!(status.success(), "run `{line}`");
     Ok(())
 }

@@ -60,7 +60,7 @@ impl Server {
             || {
                 if let Some(status) = server.child.try_wait()? {
                     bail!(
-                        "the server ended with {status}: {}",
+                        "start the server: it ended with {status}: {}",
                         fs::read_to_string(log).unwrap_or_default()
                     );
                 }

@@ -24,7 +24,7 @@ pub(crate) fn listen_for_interrupts() -> anyhow::Result<()> {
 
 pub(crate) fn check_interrupt() -> anyhow::Result<()> {
     if INTERRUPTED.load(Ordering::Relaxed) {
-        bail!("interrupted");
+        bail!("go on: interrupted");
     }
     Ok(())
 }
@@ -34,7 +34,7 @@ pub(crate) fn pause(time: Duration) {
     std::thread::sleep(time);
 }
 
-/// Asks `condition` until it gives something. `what` completes the sentence "… did not come within 5 s".
+/// Asks `condition` until it gives something. `what` completes "wait for …".
 pub(crate) fn until<T>(
     what: &str,
     limit: Duration,
@@ -48,7 +48,7 @@ pub(crate) fn until<T>(
         }
         check_interrupt()?;
         if start.elapsed() > limit {
-            bail!("{what} did not come within {} s", limit.as_secs());
+            bail!("wait for {what}: {} s were not enough", limit.as_secs());
         }
         pause(step);
     }

@@ -112,7 +112,7 @@ fn copy_blocks(from: &mut impl Read, to: &mut impl Write, mut count: u64) -> any
     while count > 0 {
         let wanted = count.min(BLOCK as u64) as usize;
         let length = from.read(&mut block[..wanted])?;
-        ensure!(length > 0, "read: {count} bytes are missing");
+        ensure!(length > 0, "read on: {count} bytes are missing");
         to.write_all(&block[..length])?;
         count -= length as u64;
     }
@@ -155,5 +155,5 @@ fn find_port(name: &str) -> anyhow::Result<PathBuf> {
             return Ok(PathBuf::from("/dev").join(entry.file_name()));
         }
     }
-    bail!("no port is named {name}")
+    bail!("find one that is named {name}")
 }

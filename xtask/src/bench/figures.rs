@@ -1,7 +1,7 @@
 //! From measurements to rows: percentiles, ratios, the table for people and the JSON for programs.
 
 use serde::Serialize;
-use serde_json::{Value, json};
+use serde_json::Value;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Better {
@@ -132,9 +132,11 @@ pub(crate) fn table(rows: &[(Row, Figures)]) -> String {
     text
 }
 
-pub(crate) fn document(host: &Value, rows: &[(Row, Figures)]) -> Value {
-    let rows: Vec<_> = rows.iter().map(|(_, figures)| figures).collect();
-    json!({"host": host, "rows": rows})
+/// Of one run.
+#[derive(Serialize)]
+pub(crate) struct Document<'a> {
+    pub(crate) host: &'a Value,
+    pub(crate) rows: Vec<&'a Figures>,
 }
 
 fn sign(better: Better) -> &'static str {
@@ -196,7 +198,7 @@ mod tests {
         let row = Row { target: Target::Value(3.0), ..RATE };
         let figures = Figures::new(&row, &Samples { ours: vec![2.0], floor: vec![] });
         assert_eq!((figures.floor_p50, figures.ratio, figures.reached), (None, None, Some(false)));
-        let text = document(&json!({}), &[(row, figures)]);
-        assert!(text["rows"][0]["ratio"].is_null());
+        let document = Document { host: &Value::Null, rows: vec![&figures] };
+        assert!(serde_json::to_value(document).unwrap()["rows"][0]["ratio"].is_null());
     }
 }

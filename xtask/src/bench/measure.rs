@@ -206,7 +206,10 @@ impl Bench {
                 let start = Instant::now();
                 let content = api.get(&path)?;
                 let read = start.elapsed();
-                anyhow::ensure!(content == bytes, "32 MiB came back changed");
+                anyhow::ensure!(
+                    content == bytes,
+                    "read what was written: 32 MiB came back changed"
+                );
                 if round > 0 {
                     writes.push_rates(write, floor_write);
                     reads.push_rates(read, floor_read);

@@ -16,7 +16,7 @@ use anyhow::{Context, ensure};
 use serde_json::{Value, json};
 
 use self::{
-    figures::{Figures, Row, table},
+    figures::{Document, Figures, Row, table},
     floor::{Bake, Parts, Shape},
     measure::{Bench, GROUPS, Group},
 };
@@ -93,7 +93,9 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<()> {
     }
     print!("{}", table(&results));
     if let Some(path) = &options.json {
-        let text = serde_json::to_string_pretty(&figures::document(&host, &results))? + "\n";
+        let document =
+            Document { host: &host, rows: results.iter().map(|(_, figures)| figures).collect() };
+        let text = serde_json::to_string_pretty(&document)? + "\n";
         fs::write(path, text).with_context(|| format!("write {}", path.display()))?;
     }
     Ok(())
@@ -108,7 +110,7 @@ fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {
     for name in only {
         ensure!(
             known.contains(&name.as_str()),
-            "there is no row `{name}`; there are {}",
+            "find a row `{name}`: there are {}",
             known.join(", ")
         );
     }

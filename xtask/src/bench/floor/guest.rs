@@ -105,9 +105,10 @@ impl Guest {
             .with_context(|| format!("read the answer to `{line}`"))?;
         match answer.trim_end().strip_prefix("ok") {
             Some(rest) => Ok(rest.trim().to_owned()),
-            None => {
-                Err(anyhow!("the floor's guest answered `{line}` with `{}`", answer.trim_end()))
-            }
+            None => Err(anyhow!(
+                "have the floor's guest do `{line}`: it answered `{}`",
+                answer.trim_end()
+            )),
         }
     }
 }

@@ -14,7 +14,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use serde_json::json;
 
 pub(crate) use self::{guest::Guest, parts::Parts, qemu::Shape};
@@ -155,13 +155,13 @@ impl Prepared {
 fn clone_file(source: &Path, target: &Path) -> anyhow::Result<()> {
     let from = File::open(source).with_context(|| format!("open {}", source.display()))?;
     let to = File::create(target).with_context(|| format!("create {}", target.display()))?;
-    let cloned = rustix::fs::ioctl_ficlone(&to, &from);
-    ensure!(
-        cloned.is_ok(),
-        "{} cannot be cloned to {}: both must be on one file system with reflinks",
-        source.display(),
-        target.display()
-    );
+    rustix::fs::ioctl_ficlone(&to, &from).with_context(|| {
+        format!(
+            "clone {} to {} (both on one file system with reflinks?)",
+            source.display(),
+            target.display()
+        )
+    })?;
     Ok(())
 }
 

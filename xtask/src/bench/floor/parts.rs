@@ -28,7 +28,7 @@ impl Parts {
             .collect::<io::Result<Vec<_>>>()?;
         modules.retain(|path| path.extension().is_some_and(|extension| extension == "ko"));
         modules.sort();
-        ensure!(rootfs.is_file(), "{} is missing", rootfs.display());
+        ensure!(rootfs.is_file(), "find {}", rootfs.display());
         Ok(Self { kernel: directory.join("vmlinuz"), modules, rootfs })
     }
 }

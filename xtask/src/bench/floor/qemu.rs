@@ -74,7 +74,7 @@ impl Qemu {
             Duration::from_micros(200),
             || Ok(self.child.try_wait()?),
         )?;
-        ensure!(status.success(), "qemu ended with {status}: {}", self.last_words());
+        ensure!(status.success(), "end qemu: {status}: {}", self.last_words());
         Ok(())
     }
 }

@@ -35,7 +35,7 @@ impl Qmp {
             let mut answer =
                 self.read().with_context(|| format!("read the answer to `{command}`"))?;
             if let Some(error) = answer.get("error") {
-                bail!("qemu refused `{command}`: {error}");
+                bail!("tell qemu `{command}`: {error}");
             }
             // Anything else is an event.
             if let Some(value) = answer.get_mut("return") {
@@ -47,7 +47,7 @@ impl Qmp {
     fn read(&mut self) -> anyhow::Result<Value> {
         let mut line = String::new();
         if self.reader.read_line(&mut line)? == 0 {
-            bail!("qemu is gone");
+            bail!("find qemu: it is gone");
         }
         Ok(serde_json::from_str(&line)?)
     }
