@@ -1,27 +1,61 @@
 //! `atoll-agent`: PID 1 of the guest, the guest's end of crate `protocol`. A library, so that tests can run the server on
 //! a host over a socket pair.
 
+pub mod boot;
+mod cgroup;
+mod exec;
+mod failure;
+mod files;
+mod reaper;
+mod repair;
+mod serve;
+mod users;
+mod workers;
+
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 
 /// Where and how an agent serves.
 #[derive(Debug)]
 pub struct Options {
-    /// Holds the anonymous files in which long output of execs is kept.
-    pub spill_directory: std::path::PathBuf,
+    pub place: Place,
+    /// Holds the files without names in which long output of execs is kept.
+    pub spill_directory: PathBuf,
+    /// A version 2 control group in which the agent may make `work` and a group for each exec below it.
+    pub groups: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// As PID 1: repairs and shutdowns are done, the port never ends, all orphans are ours.
+    Guest,
+    /// In any process, for tests: the machine is left as it is, and the end of the port ends the server.
+    Host,
 }
 
 impl Options {
-    /// For tests on a host: nothing of the machine is changed by a repair or a shutdown, the end of the port ends it.
+    pub fn guest() -> Self {
+        Self {
+            place: Place::Guest,
+            spill_directory: PathBuf::from("/"),
+            groups: Some(boot::CGROUPS.into()),
+        }
+    }
+
     pub fn hosted() -> Self {
-        Self { spill_directory: std::env::temp_dir() }
+        Self { place: Place::Host, spill_directory: std::env::temp_dir(), groups: None }
     }
 }
 
-/// Serves the host on `port` until the port ends (hosted) or a shutdown is asked for.
+/// Serves the host on `port`; returns after a shutdown, or, on a host, at the end of the port.
 ///
 /// # Errors
 /// The loop itself cannot go on; failures of requests are answered.
 pub fn serve(port: OwnedFd, options: Options) -> anyhow::Result<()> {
-    drop((port, options));
-    Ok(())
+    serve::run(port, options)
+}
+
+fn memory_bytes() -> u64 {
+    let info = rustix::system::sysinfo();
+    info.totalram.saturating_mul(u64::from(info.mem_unit))
 }

@@ -1,0 +1,327 @@
+//! Writing: into a file without a name, which takes its place in one step once everything is there and on the disk.
+
+use std::fs::File;
+use std::io::{IoSlice, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use protocol::message::{ErrorCode, Failure, FileWrite};
+use rustix::fs::{
+    AtFlags, CWD, FileType, Gid, Mode, OFlags, Stat, Uid, fchmod, fchown, fstat, fstatvfs, fsync,
+    linkat, mkdirat, openat, readlinkat, renameat, statat, unlinkat,
+};
+use rustix::io::Errno;
+
+use super::{any_matches, etag, path};
+use crate::failure::{failed, refuse, shown};
+use crate::users::Accounts;
+
+/// As many links in a row as the kernel follows.
+const LINKS: usize = 40;
+/// Writing to the disk begins when so much has come, so that little is left to wait for at the end.
+const WRITEBACK: u64 = 4 << 20;
+const DEFAULT_MODE: u32 = 0o644;
+
+/// A file on its way. Dropped before [`Writer::commit`], it leaves nothing behind.
+pub(crate) struct Writer {
+    request: FileWrite,
+    /// Where the file will appear: the end of all links.
+    path: Vec<u8>,
+    directory: OwnedFd,
+    name: Vec<u8>,
+    temporary: Temporary,
+    owner: Option<(u32, u32)>,
+    written: u64,
+    written_back: u64,
+}
+
+/// A file of [`Writer::directory`] that has no name as long as possible.
+struct Temporary {
+    file: File,
+    /// A second descriptor of the directory, for the removal.
+    name: Option<(OwnedFd, String)>,
+}
+
+impl Writer {
+    pub(crate) fn begin(request: FileWrite) -> Result<Self, Failure> {
+        let asked = path::resolve(&request.path)?;
+        let owner = match &request.owner {
+            None => None,
+            Some(owner) => Accounts::read().find(owner).map(|user| Some((user.uid, user.gid)))?,
+        };
+        let path = follow_links(asked)?;
+        let Some((parent, name)) = path::split(&path) else { return Err(is_a_directory(&path)) };
+        if request.create_parents {
+            create_directories(parent, owner)?;
+        }
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = openat(CWD, parent, flags, Mode::empty())
+            .map_err(|error| failed("write", &path, error))?;
+        let present = look(&directory, name).map_err(|error| failed("write", &path, error))?;
+        check(&request, &path, present.as_ref())?;
+        if let Some(wanted) = request.size {
+            let room =
+                fstatvfs(&directory).map(|system| system.f_bfree.saturating_mul(system.f_frsize));
+            if room.is_ok_and(|room| room < wanted) {
+                return Err(failed("write", &path, Errno::NOSPC));
+            }
+        }
+        let temporary =
+            Temporary::create(&directory).map_err(|error| failed("write", &path, error))?;
+        let name = name.to_vec();
+        Ok(Self { request, directory, name, temporary, owner, written: 0, written_back: 0, path })
+    }
+
+    pub(crate) fn append(&mut self, pieces: &[Vec<u8>]) -> Result<(), Failure> {
+        let mut slices: Vec<IoSlice<'_>> = pieces.iter().map(|piece| IoSlice::new(piece)).collect();
+        let mut rest = &mut slices[..];
+        while !rest.is_empty() {
+            let done = match self.temporary.file.write_vectored(&rest[..rest.len().min(64)]) {
+                Ok(done) => done,
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(error) => {
+                    return Err(failed(
+                        "write",
+                        &self.path,
+                        Errno::from_io_error(&error).unwrap_or(Errno::IO),
+                    ));
+                }
+            };
+            self.written += done as u64;
+            IoSlice::advance_slices(&mut rest, done);
+            while rest.first().is_some_and(|slice| slice.is_empty()) {
+                rest = &mut rest[1..];
+            }
+        }
+        if self.written - self.written_back >= WRITEBACK {
+            start_writeback(
+                &self.temporary.file,
+                self.written_back,
+                self.written - self.written_back,
+            );
+            self.written_back = self.written;
+        }
+        Ok(())
+    }
+
+    /// The file takes its place: bytes and etag.
+    pub(crate) fn commit(mut self) -> Result<(u64, String), Failure> {
+        let fail = |error| failed("write", &self.path, error);
+        let present = look(&self.directory, &self.name).map_err(fail)?;
+        check(&self.request, &self.path, present.as_ref())?;
+        let file = &self.temporary.file;
+        let (user, group) = match (self.owner, &present) {
+            (Some((user, group)), _) => (Some(user), Some(group)),
+            (None, Some(old)) => (Some(old.st_uid), Some(old.st_gid)),
+            (None, None) => (None, None),
+        };
+        if user.is_some() {
+            fchown(file, user.map(Uid::from_raw), group.map(Gid::from_raw)).map_err(fail)?;
+        }
+        // After the change of owner, which takes set-uid bits away.
+        let mode =
+            self.request.mode.or(present.as_ref().map(|old| old.st_mode)).unwrap_or(DEFAULT_MODE);
+        fchmod(file, Mode::from_raw_mode(mode & 0o7777)).map_err(fail)?;
+        fsync(file).map_err(fail)?;
+        self.temporary.appear(&self.directory, &self.name, self.request.only_new).map_err(
+            |error| match error {
+                Errno::EXIST if self.request.only_new => precondition(&self.path),
+                Errno::BUSY => refuse(
+                    ErrorCode::Conflict,
+                    format!("write {}: something is mounted there", shown(&self.path)),
+                ),
+                error => failed("write", &self.path, error),
+            },
+        )?;
+        // A descriptor of kind PATH cannot be synced.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let directory = openat(&self.directory, ".", flags, Mode::empty()).map_err(fail)?;
+        fsync(directory).map_err(fail)?;
+        let stat = fstat(&self.temporary.file).map_err(fail)?;
+        Ok((self.written, etag(&stat)))
+    }
+}
+
+impl Temporary {
+    fn create(directory: impl AsFd) -> Result<Self, Errno> {
+        let mode = Mode::RUSR | Mode::WUSR;
+        match openat(&directory, ".", OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
+            Ok(file) => return Ok(Self { file: file.into(), name: None }),
+            // The file system has no nameless files.
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT | Errno::INVAL) => {}
+            Err(error) => return Err(error),
+        }
+        let name = temporary_name()?;
+        let flags =
+            OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
+        let file = openat(&directory, name.as_str(), flags, mode)?;
+        Ok(Self {
+            file: file.into(),
+            name: Some((directory.as_fd().try_clone_to_owned().map_err(errno)?, name)),
+        })
+    }
+
+    fn appear(&mut self, directory: &OwnedFd, name: &[u8], only_new: bool) -> Result<(), Errno> {
+        if self.name.is_none() {
+            let own = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            if only_new {
+                return linkat(CWD, own.as_str(), directory, name, AtFlags::SYMLINK_FOLLOW);
+            }
+            let temporary = temporary_name()?;
+            linkat(CWD, own.as_str(), directory, temporary.as_str(), AtFlags::SYMLINK_FOLLOW)?;
+            self.name = Some((directory.as_fd().try_clone_to_owned().map_err(errno)?, temporary));
+        }
+        if let Some((_, temporary)) = &self.name {
+            if only_new {
+                // The other name goes with the drop.
+                return linkat(directory, temporary.as_str(), directory, name, AtFlags::empty());
+            }
+            renameat(directory, temporary.as_str(), directory, name)?;
+            self.name = None;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if let Some((directory, name)) = &self.name {
+            let _ = unlinkat(directory, name.as_str(), AtFlags::empty());
+        }
+    }
+}
+
+/// Short, so that it fits beside a final name of any length.
+fn temporary_name() -> Result<String, Errno> {
+    let mut random = [0; 8];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())?;
+    Ok(format!(".atoll-{:016x}", u64::from_ne_bytes(random)))
+}
+
+fn errno(error: std::io::Error) -> Errno {
+    Errno::from_io_error(&error).unwrap_or(Errno::IO)
+}
+
+fn start_writeback(file: &File, from: u64, length: u64) {
+    let (Ok(from), Ok(length)) = (i64::try_from(from), i64::try_from(length)) else { return };
+    #[expect(unsafe_code, reason = "no crate in use offers sync_file_range")]
+    // SAFETY: the descriptor is open and no memory is passed. It only begins what the fsync at the end makes sure of.
+    unsafe {
+        libc::sync_file_range(file.as_raw_fd(), from, length, libc::SYNC_FILE_RANGE_WRITE);
+    }
+}
+
+fn look(directory: &OwnedFd, name: &[u8]) -> Result<Option<Stat>, Errno> {
+    match statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
+        Ok(stat) => Ok(Some(stat)),
+        Err(Errno::NOENT) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whether what is there now may be replaced.
+fn check(request: &FileWrite, path: &[u8], present: Option<&Stat>) -> Result<(), Failure> {
+    if let Some(stat) = present {
+        match FileType::from_raw_mode(stat.st_mode) {
+            // A link can only have come since links were followed; it is replaced as the file it has taken the place of.
+            FileType::RegularFile | FileType::Symlink => {}
+            FileType::Directory => return Err(is_a_directory(path)),
+            FileType::Fifo
+            | FileType::Socket
+            | FileType::CharacterDevice
+            | FileType::BlockDevice
+            | FileType::Unknown => {
+                let shown = shown(path);
+                let message =
+                    format!("write {shown}: it is a device, a FIFO or a socket, not a file");
+                return Err(refuse(ErrorCode::WrongKind, message));
+            }
+        }
+    }
+    let etags = &request.if_etags;
+    let unchanged = etags.is_empty() || present.is_some_and(|stat| any_matches(etags, &etag(stat)));
+    if (request.only_new && present.is_some()) || !unchanged {
+        return Err(precondition(path));
+    }
+    Ok(())
+}
+
+fn precondition(path: &[u8]) -> Failure {
+    let message =
+        format!("write {}: it is not as the request requires; read it again", shown(path));
+    refuse(ErrorCode::PreconditionFailed, message)
+}
+
+fn is_a_directory(path: &[u8]) -> Failure {
+    refuse(ErrorCode::WrongKind, format!("write {}: it is a directory", shown(path)))
+}
+
+/// Where a write to `path` ends up: a link is written through, also one that leads to nothing yet.
+fn follow_links(path: Vec<u8>) -> Result<Vec<u8>, Failure> {
+    let mut now = path;
+    for _ in 0..LINKS {
+        let target = match readlinkat(CWD, &now[..], Vec::new()) {
+            Ok(target) => target.into_bytes(),
+            // Not a link, or nothing there.
+            Err(Errno::INVAL | Errno::NOENT) => return Ok(now),
+            Err(error) => return Err(failed("write", &now, error)),
+        };
+        let Some((directory, _)) = path::split(&now) else { return Ok(now) };
+        // Relative to where the directory really is, or `..` in the link would be taken from the wrong place.
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let real = openat(CWD, directory, flags, Mode::empty())
+            .and_then(|fd| readlinkat(CWD, format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new()))
+            .map_err(|error| failed("write", &now, error))?;
+        let joined =
+            if target.starts_with(b"/") { target } else { path::join(real.as_bytes(), &target) };
+        // `..` after a link inside the target is left to the kernel, which knows where it leads.
+        now = match joined.iter().rposition(|&byte| byte == b'/') {
+            Some(slash)
+                if !joined[slash + 1..].is_empty()
+                    && !matches!(&joined[slash + 1..], b"." | b"..") =>
+            {
+                joined
+            }
+            Some(_) | None => return Err(is_a_directory(&now)),
+        };
+    }
+    Err(failed("write", &now, Errno::LOOP))
+}
+
+/// Makes what is missing of `path`, each enterable by everybody and owned like the file.
+fn create_directories(path: &[u8], owner: Option<(u32, u32)>) -> Result<(), Failure> {
+    let fail = |error| failed("make the directory", path, error);
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match openat(CWD, path, flags, Mode::empty()) {
+        Ok(_) => return Ok(()),
+        Err(Errno::NOENT) => {}
+        Err(Errno::NOTDIR) => return Err(not_a_directory(path)),
+        Err(error) => return Err(fail(error)),
+    }
+    let mut now = openat(CWD, "/", flags, Mode::empty()).map_err(fail)?;
+    for part in path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()) {
+        now = match openat(&now, part, flags, Mode::empty()) {
+            Ok(next) => next,
+            Err(Errno::NOTDIR) => return Err(not_a_directory(path)),
+            Err(Errno::NOENT) => {
+                let made = match mkdirat(&now, part, Mode::from_raw_mode(0o755)) {
+                    Ok(()) => true,
+                    Err(Errno::EXIST) => false,
+                    Err(error) => return Err(fail(error)),
+                };
+                let next = openat(&now, part, flags, Mode::empty()).map_err(fail)?;
+                if let (true, Some((user, group))) = (made, owner) {
+                    let (user, group) = (Some(Uid::from_raw(user)), Some(Gid::from_raw(group)));
+                    rustix::fs::chownat(&next, "", user, group, AtFlags::EMPTY_PATH)
+                        .map_err(fail)?;
+                }
+                next
+            }
+            Err(error) => return Err(fail(error)),
+        };
+    }
+    Ok(())
+}
+
+fn not_a_directory(path: &[u8]) -> Failure {
+    refuse(ErrorCode::WrongKind, format!("a part of {} is a file, not a directory", shown(path)))
+}

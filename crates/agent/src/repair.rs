@@ -1,0 +1,98 @@
+//! After a restore: what makes a clone a machine of its own, in the order in which it matters, before any answer.
+#![expect(
+    unsafe_code,
+    reason = "the kernel's generator and ext4 take requests that no crate in use knows"
+)]
+
+use std::ffi::{c_int, c_ulong, c_void};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+use protocol::message::{ErrorCode, Failure, Repair};
+use rustix::fs::{Timespec, statvfs};
+use rustix::time::{ClockId, clock_settime};
+
+use crate::boot::{self, mounts::pause};
+use crate::failure::refuse;
+
+// Linux `include/uapi/linux/random.h`, `fs/ext4/ext4.h`, `include/uapi/linux/fs.h`.
+const RNDADDENTROPY: c_ulong = 0x4008_5203;
+const RNDRESEEDCRNG: c_ulong = 0x5207;
+const EXT4_IOC_RESIZE_FS: c_ulong = 0x4008_6610;
+const BLKGETSIZE64: c_ulong = 0x8008_1272;
+
+/// How long the driver may take to notice that its disk has become larger.
+const GROWTH: Duration = Duration::from_millis(300);
+
+pub(crate) fn repair(repair: &Repair) -> Result<(), Failure> {
+    // Without its own random numbers, its own time and its own names a clone must not run.
+    add_entropy(&repair.entropy).map_err(|error| fail("reseed the random numbers", &error))?;
+    set_clock(repair.unix_time_ns).map_err(|error| fail("set the clock", &error))?;
+    if repair.machine_id.len() != 32
+        || !repair.machine_id.bytes().all(|byte| byte.is_ascii_hexdigit())
+    {
+        return Err(refuse(ErrorCode::Invalid, "a machine id has 32 hexadecimal digits"));
+    }
+    // A root file system on which these cannot be written is the user's doing, and can be restored all the same.
+    boot::report("set the machine id", boot::set_machine_id(&repair.machine_id));
+    boot::report("set the host name", boot::set_host_name(&repair.host_name));
+    if boot::network::ensure(&repair.network)
+        .map_err(|error| fail("bring up the network", &error))?
+    {
+        boot::report("name the resolver", boot::set_resolver(repair.network.gateway));
+    }
+    if repair.grow_root {
+        boot::report("grow the root file system", grow_root());
+    }
+    Ok(())
+}
+
+fn fail(what: &str, error: &std::io::Error) -> Failure {
+    refuse(ErrorCode::Internal, format!("{what}: {error}"))
+}
+
+/// Adding alone would leave all clones with equal numbers until the next reseed, minutes later.
+fn add_entropy(entropy: &[u8; 32]) -> std::io::Result<()> {
+    #[repr(C)]
+    struct Pool {
+        bits: c_int,
+        size: c_int,
+        bytes: [u8; 32],
+    }
+    let random = File::options().write(true).open("/dev/urandom")?;
+    let mut pool = Pool { bits: 256, size: 32, bytes: *entropy };
+    call(&random, RNDADDENTROPY, (&raw mut pool).cast())?;
+    call(&random, RNDRESEEDCRNG, std::ptr::null_mut())
+}
+
+fn set_clock(unix_time_ns: u64) -> std::io::Result<()> {
+    const SECOND: u64 = 1_000_000_000;
+    let seconds = i64::try_from(unix_time_ns / SECOND).unwrap_or(i64::MAX);
+    let nanoseconds = i64::try_from(unix_time_ns % SECOND).unwrap_or(0);
+    clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: nanoseconds })?;
+    Ok(())
+}
+
+fn grow_root() -> std::io::Result<()> {
+    let disk = File::open("/dev/vda")?;
+    let root = File::open("/")?;
+    let system = statvfs("/")?;
+    let end = Instant::now() + GROWTH;
+    loop {
+        let mut bytes = 0_u64;
+        call(&disk, BLKGETSIZE64, (&raw mut bytes).cast())?;
+        let mut blocks = bytes / system.f_frsize;
+        // `f_blocks` is without the file system's own tables, which are less than an eighth.
+        if blocks > system.f_blocks + system.f_blocks / 8 || Instant::now() > end {
+            return call(&root, EXT4_IOC_RESIZE_FS, (&raw mut blocks).cast());
+        }
+        pause(Duration::from_millis(2));
+    }
+}
+
+fn call(file: &File, request: c_ulong, argument: *mut c_void) -> std::io::Result<()> {
+    // SAFETY: every caller passes the structure that this request reads or fills, or null where it takes none.
+    let result = unsafe { libc::ioctl(file.as_raw_fd(), request as libc::Ioctl, argument) };
+    if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}

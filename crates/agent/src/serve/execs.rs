@@ -1,0 +1,558 @@
+//! Execs as the loop sees them: their start, their pipes, their end, and the streams that watch.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Instant;
+
+use protocol::Reply;
+use protocol::frame::{Channel, HEADER, MAX_PAYLOAD};
+use protocol::message::{ExecStart, Failure};
+use rustix::event::epoll;
+use rustix::io::Errno;
+use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::process::Signal;
+
+use super::stream::{Role, Watch};
+use super::{Done, Server, Source};
+use crate::exec::command::{self, Plan};
+use crate::exec::output::{Position, Taken, drop_from};
+use crate::exec::spawn::{Descriptors, Spawned, spawn};
+use crate::exec::{Exec, Serial, Stdin, Stop, after};
+use crate::failure::failed;
+use crate::reaper;
+
+/// Read from one pipe before the others get their turn.
+const TURN: usize = 256 << 10;
+
+/// A command on its way to being a process: what the child is given, then what came of it.
+pub(crate) struct Start {
+    stream: u32,
+    epoch: u64,
+    exec: Serial,
+    timeout_ms: u64,
+    plan: Plan,
+    stdin: Option<OwnedFd>,
+    stdout: OwnedFd,
+    stderr: OwnedFd,
+    nowhere: OwnedFd,
+    group: Option<OwnedFd>,
+    with_pidfd: bool,
+    result: Option<Result<Spawned, (Failure, Option<OwnedFd>)>>,
+}
+
+impl Start {
+    fn spawn(&mut self) {
+        let descriptors = Descriptors {
+            stdin: self.stdin.as_ref().unwrap_or(&self.nowhere).as_fd(),
+            stdout: self.stdout.as_fd(),
+            stderr: self.stderr.as_fd(),
+        };
+        let group = self.group.as_ref().map(AsFd::as_fd);
+        self.result = Some(spawn(&mut self.plan, &descriptors, group, self.with_pidfd));
+    }
+}
+
+impl Server {
+    pub(crate) fn start_exec(&mut self, stream: u32, request: ExecStart) -> Result<(), Failure> {
+        self.execs.admit(&request.id)?;
+        let plan = command::plan(&request)?;
+        let fail = |error| failed("make the pipes of", request.id.as_bytes(), error);
+        let pipe = || pipe_with(PipeFlags::CLOEXEC).map_err(fail);
+        let (stdout, child_stdout) = pipe()?;
+        let (stderr, child_stderr) = pipe()?;
+        let stdin = if request.has_stdin { Some(pipe()?) } else { None };
+        let nowhere = self.nowhere.try_clone().map_err(|_| fail(Errno::MFILE))?;
+        for ours in [Some(&stdout), Some(&stderr), stdin.as_ref().map(|(_, ours)| ours)]
+            .into_iter()
+            .flatten()
+        {
+            rustix::io::ioctl_fionbio(ours, true).map_err(fail)?;
+        }
+        let serial = self.execs.add(request.id, stdout, stderr, request.output_limit);
+        let mut group = None;
+        let mut child_stdin = None;
+        if let Some(exec) = self.execs.get_mut(serial) {
+            group =
+                exec.group.as_ref().and_then(|group| group.directory().try_clone_to_owned().ok());
+            if let Some((child, ours)) = stdin {
+                child_stdin = Some(child);
+                exec.stdin = Some(Stdin::new(ours, stream));
+            }
+        }
+        let position = Position::default();
+        if let Some(found) = self.streams.get_mut(&stream) {
+            found.role = Role::Watching(Watch { exec: serial, position, feeds: request.has_stdin });
+        }
+        let mut start = Box::new(Start {
+            stream,
+            epoch: self.epoch,
+            exec: serial,
+            timeout_ms: request.timeout_ms,
+            plan,
+            stdin: child_stdin,
+            stdout: child_stdout,
+            stderr: child_stderr,
+            nowhere,
+            group,
+            with_pidfd: self.reaper.is_none(),
+            result: None,
+        });
+        if start.plan.may_hang {
+            self.starting += 1;
+            self.workers.submit(move || {
+                start.spawn();
+                Done::Started(start)
+            });
+        } else {
+            start.spawn();
+            self.exec_started(*start);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn exec_started(&mut self, start: Start) {
+        let serial = start.exec;
+        // The children's ends go with `start`: an end of file comes only without them.
+        let Start { stream, epoch, timeout_ms, result, .. } = start;
+        let is_watched = epoch == self.epoch && self.streams.contains_key(&stream);
+        let spawned = match result {
+            Some(Ok(spawned)) => spawned,
+            Some(Err((failure, pidfd))) => {
+                if let Some(pidfd) = pidfd {
+                    reaper::bury(&pidfd, 0);
+                }
+                self.execs.withdraw(serial);
+                if is_watched {
+                    self.end_with(stream, Err(failure));
+                }
+                return;
+            }
+            None => return,
+        };
+        let pid = spawned.pid;
+        self.execs.runs_as(serial, pid);
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        let unused = if spawned.in_group { None } else { exec.group.take() };
+        exec.pidfd = spawned.pidfd;
+        let events = epoll::EventFlags::IN;
+        for (output, source) in [(&exec.stdout, Source::Stdout), (&exec.stderr, Source::Stderr)] {
+            if let Some(pipe) = &output.pipe {
+                let _ = epoll::add(&self.poll, pipe, source.event(serial), events);
+            }
+        }
+        if let Some(pidfd) = &exec.pidfd {
+            let _ = epoll::add(&self.poll, pidfd, Source::Pidfd.event(serial), events);
+        }
+        let stopped = exec.stop;
+        self.execs.give_back(unused);
+        if stopped.is_some() {
+            // Cancelled before it was there.
+            self.signal(serial, Signal::KILL);
+        } else if timeout_ms > 0 {
+            self.execs.set_deadline(serial, Some(after(Instant::now(), timeout_ms)));
+        }
+        if is_watched {
+            self.port
+                .output
+                .reply(stream, &Reply::ExecStarted { pid: u32::try_from(pid).unwrap_or(0) });
+            self.has_something(stream);
+        }
+        self.feed_stdin(serial);
+        if let Some(exit_code) = self.early.remove(&pid) {
+            self.main_process_ended(pid, exit_code);
+        }
+    }
+
+    fn signal(&self, serial: Serial, signal: Signal) {
+        if let Some(exec) = self.execs.get(serial) {
+            exec.signal(signal);
+        }
+    }
+
+    pub(crate) fn watch_exec(
+        &mut self,
+        stream: u32,
+        id: &str,
+        stdout: u64,
+        stderr: u64,
+    ) -> Result<(), Failure> {
+        let serial = self.execs.by_id(id)?;
+        let Some(exec) = self.execs.get(serial) else { return Ok(()) };
+        self.port
+            .output
+            .reply(stream, &Reply::ExecStarted { pid: u32::try_from(exec.pid).unwrap_or(0) });
+        if let Some(found) = self.streams.get_mut(&stream) {
+            let position = Position { stdout, stderr };
+            found.role = Role::Watching(Watch { exec: serial, position, feeds: false });
+        }
+        self.has_something(stream);
+        Ok(())
+    }
+
+    pub(crate) fn stop_watching(&mut self, stream: u32, watch: &Watch) {
+        if let Some(exec) = self.execs.get_mut(watch.exec) {
+            exec.watchers.retain(|&other| other != stream);
+            if let Some(stdin) = &mut exec.stdin
+                && stdin.stream == Some(stream)
+            {
+                // Nobody can continue it: what has come is delivered, then it ends.
+                stdin.stream = None;
+                self.finish_stdin(watch.exec);
+            }
+        }
+    }
+
+    /// The next piece of output; whether there may be another at once. Without credit or output the stream waits.
+    pub(crate) fn produce_output(&mut self, stream: u32) -> bool {
+        let Some(found) = self.streams.get_mut(&stream) else { return false };
+        let Role::Watching(watch) = &mut found.role else { return false };
+        let Some(exec) = self.execs.get_mut(watch.exec) else { return false };
+        if exec.pid == 0 {
+            return false;
+        }
+        let Some((channel, end)) = exec.order.next(watch.position) else {
+            if exec.has_ended() {
+                let status = exec.status();
+                self.port.output.reply(stream, &Reply::ExecEnded(status));
+                self.end_with_finish(stream);
+            } else if !exec.watchers.contains(&stream) {
+                exec.watchers.push(stream);
+            }
+            return false;
+        };
+        if found.credit == 0 {
+            return false;
+        }
+        let at = *watch.offset(channel);
+        let most =
+            usize::try_from(end - at).unwrap_or(usize::MAX).min(MAX_PAYLOAD).min(found.credit);
+        let mut frame = Vec::with_capacity(HEADER + most);
+        frame.resize(HEADER, 0);
+        if let Err(error) = exec.output(channel).kept.copy(at, most, &mut frame) {
+            let failure = failed("read the output of", exec.id.as_bytes(), error);
+            self.end_with(stream, Err(failure));
+            return false;
+        }
+        let length = frame.len() - HEADER;
+        *watch.offset(channel) += length as u64;
+        found.credit -= length;
+        self.port.output.data(stream, channel, frame);
+        true
+    }
+
+    fn wake_watchers(&mut self, serial: Serial) {
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        for stream in std::mem::take(&mut exec.watchers) {
+            self.has_something(stream);
+        }
+    }
+
+    /// Takes what is there, within a turn. After the end of the exec everything is dropped, but never refused: the
+    /// background process that prints it shall not die of it.
+    pub(crate) fn pipe_is_readable(&mut self, serial: Serial, channel: Channel) {
+        let short = self.execs.are_short_of_memory();
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        let has_ended = exec.has_ended();
+        let output = exec.output(channel);
+        let Some(pipe) = &output.pipe else { return };
+        let (mut turn, mut at_end) = (TURN, false);
+        while turn > 0 && !output.kept.is_full() && output.left != Some(0) {
+            let most = output.left.unwrap_or(usize::MAX);
+            match output.kept.take_from(pipe, most, &mut self.buffer, &self.nowhere) {
+                Taken::Bytes(count) => {
+                    turn = turn.saturating_sub(count);
+                    output.left = output.left.map(|left| left - count);
+                    // The pipe is empty most of the time after a short read; if not, the loop comes back.
+                    if count < self.buffer.len() {
+                        break;
+                    }
+                }
+                Taken::Nothing => {
+                    // Somebody else reads the same pipe.
+                    output.left = output.left.map(|_| 0);
+                    break;
+                }
+                Taken::End => {
+                    at_end = true;
+                    break;
+                }
+            }
+        }
+        if has_ended && !at_end {
+            at_end = drop_from(pipe, TURN, &self.nowhere) == Taken::End;
+        }
+        if at_end {
+            let _ = epoll::delete(&self.poll, pipe);
+            output.pipe = None;
+            output.paused = false;
+        }
+        if let Some(spill) = output.kept.spill(short, &self.spill_directory) {
+            self.workers.submit(move || Done::Spilled {
+                exec: serial,
+                channel,
+                success: spill.write(),
+            });
+        }
+        if output.kept.is_full()
+            && !output.paused
+            && let Some(pipe) = &output.pipe
+        {
+            let _ = epoll::delete(&self.poll, pipe);
+            output.paused = true;
+        }
+        if !has_ended {
+            exec.note_order();
+            self.wake_watchers(serial);
+            self.end_if_complete(serial);
+        }
+        self.execs.clean(serial);
+    }
+
+    pub(crate) fn spilled(&mut self, serial: Serial, channel: Channel, success: bool) {
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        let output = exec.output(channel);
+        output.kept.spilled(success);
+        if output.paused {
+            output.paused = false;
+            if let Some(pipe) = &output.pipe {
+                let source =
+                    if channel == Channel::Stdout { Source::Stdout } else { Source::Stderr };
+                let _ = epoll::add(&self.poll, pipe, source.event(serial), epoll::EventFlags::IN);
+            }
+        }
+        self.pipe_is_readable(serial, channel);
+    }
+
+    pub(crate) fn reap(&mut self) {
+        let mut ended = Vec::new();
+        if let Some(reaper) = &self.reaper {
+            reaper.acknowledge();
+            ended.extend(std::iter::from_fn(|| reaper.next()));
+        }
+        for ended in ended {
+            self.main_process_ended(ended.pid, ended.exit_code);
+        }
+    }
+
+    pub(crate) fn pidfd_is_readable(&mut self, serial: Serial) {
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        let Some(pidfd) = exec.pidfd.take() else { return };
+        let _ = epoll::delete(&self.poll, &pidfd);
+        if let Some(ended) = reaper::bury(&pidfd, exec.pid) {
+            self.main_process_ended(ended.pid, ended.exit_code);
+        }
+    }
+
+    /// Of an exec, or any orphan.
+    fn main_process_ended(&mut self, pid: i32, exit_code: i32) {
+        let Some(serial) = self.execs.take_pid(pid) else {
+            if self.starting > 0 {
+                self.early.insert(pid, exit_code);
+            }
+            return;
+        };
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        exec.exit_code = Some(exit_code);
+        if exit_code == 128 + libc::SIGKILL {
+            exec.killed_for_memory =
+                exec.group.as_ref().is_some_and(crate::cgroup::Group::was_killed_for_memory);
+        }
+        for channel in [Channel::Stdout, Channel::Stderr] {
+            let output = exec.output(channel);
+            if let Some(pipe) = &output.pipe {
+                // Whatever it has printed is in the pipe now; what comes later is a background process's.
+                let there = rustix::io::ioctl_fionread(pipe).unwrap_or(0);
+                output.left = Some(usize::try_from(there).unwrap_or(usize::MAX));
+            }
+        }
+        for channel in [Channel::Stdout, Channel::Stderr] {
+            self.pipe_is_readable(serial, channel);
+        }
+        self.end_if_complete(serial);
+    }
+
+    fn end_if_complete(&mut self, serial: Serial) {
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        if exec.has_ended() || !exec.is_complete() {
+            return;
+        }
+        let watchers = std::mem::take(&mut exec.watchers);
+        self.close_stdin(serial);
+        self.execs.end(serial);
+        for stream in watchers {
+            self.has_something(stream);
+        }
+        if let Some(group) = self.execs.get(serial).and_then(|exec| exec.group.as_ref()) {
+            let events = epoll::EventFlags::PRI | epoll::EventFlags::ET;
+            if group.is_populated() != Ok(false) {
+                let _ = epoll::add(&self.poll, group.events(), Source::Group.event(serial), events);
+            }
+        }
+        self.group_changed(serial);
+    }
+
+    /// An empty group is used again.
+    pub(crate) fn group_changed(&mut self, serial: Serial) {
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        if !exec.has_ended() {
+            return;
+        }
+        let Some(group) = exec.group.take_if(|group| group.is_populated() == Ok(false)) else {
+            return;
+        };
+        let _ = epoll::delete(&self.poll, group.events());
+        self.execs.give_back(Some(group));
+        self.execs.clean(serial);
+    }
+
+    pub(crate) fn cancel_exec(&mut self, id: &str, grace_ms: u32) -> Result<(), Failure> {
+        let serial = self.execs.by_id(id)?;
+        let Some(exec) = self.execs.get_mut(serial) else { return Ok(()) };
+        if exec.has_ended() || exec.stop.is_some() {
+            return Ok(());
+        }
+        exec.stop = Some(Stop::Cancelled);
+        if grace_ms == 0 {
+            exec.signal(Signal::KILL);
+            self.execs.set_deadline(serial, None);
+        } else {
+            exec.signal(Signal::TERM);
+            self.execs.set_deadline(serial, Some(after(Instant::now(), grace_ms.into())));
+        }
+        Ok(())
+    }
+
+    /// An exec that runs is not forgotten, and one that is forgotten already is no error.
+    pub(crate) fn forget_exec(&mut self, id: &str) -> Result<(), Failure> {
+        let Ok(serial) = self.execs.by_id(id) else { return Ok(()) };
+        if self.execs.get(serial).is_some_and(|exec| !exec.has_ended()) {
+            let message = format!("the exec {id} is running; cancel it first");
+            return Err(crate::failure::refuse(protocol::message::ErrorCode::Conflict, message));
+        }
+        self.execs.forget(serial);
+        Ok(())
+    }
+
+    pub(crate) fn act_on_deadlines(&mut self) {
+        if self.execs.next_deadline().is_some() {
+            let now = Instant::now();
+            while let Some(serial) = self.execs.overdue(now) {
+                let Some(exec) = self.execs.get_mut(serial) else { continue };
+                if exec.exit_code.is_none() {
+                    exec.stop.get_or_insert(Stop::TimedOut);
+                }
+                exec.signal(Signal::KILL);
+            }
+        }
+        self.go_on_shutting_down();
+    }
+
+    pub(crate) fn stdin_bytes(&self) -> usize {
+        self.execs.all().filter_map(|(_, exec)| exec.stdin.as_ref()).map(|stdin| stdin.bytes).sum()
+    }
+
+    pub(crate) fn take_stdin(&mut self, serial: Serial, bytes: &[u8]) {
+        if let Some(stdin) = self.execs.get_mut(serial).and_then(|exec| exec.stdin.as_mut()) {
+            stdin.bytes += bytes.len();
+            stdin.queue.push_back(bytes.to_vec());
+            self.feed_stdin(serial);
+        } else {
+            // It reads no longer: what is meant for it is consumed all the same.
+            let feeding = self.streams.iter().find(|(_, stream)| {
+                matches!(&stream.role, Role::Watching(watch) if watch.exec == serial && watch.feeds)
+            });
+            if let Some(stream) = feeding.map(|(&stream, _)| stream) {
+                self.grant(stream, bytes.len());
+            }
+        }
+    }
+
+    pub(crate) fn finish_stdin(&mut self, serial: Serial) {
+        if let Some(stdin) = self.execs.get_mut(serial).and_then(|exec| exec.stdin.as_mut()) {
+            stdin.finished = true;
+            self.feed_stdin(serial);
+        }
+    }
+
+    fn close_stdin(&mut self, serial: Serial) {
+        let Some(stdin) = self.execs.get_mut(serial).and_then(|exec| exec.stdin.take()) else {
+            return;
+        };
+        if stdin.polled {
+            let _ = epoll::delete(&self.poll, &stdin.pipe);
+        }
+        if let Some(stream) = stdin.stream {
+            self.grant(stream, stdin.bytes);
+        }
+    }
+
+    /// Writes what the pipe takes.
+    pub(crate) fn feed_stdin(&mut self, serial: Serial) {
+        let Some(exec) = self.execs.get_mut(serial).filter(|exec| exec.pid != 0) else { return };
+        let Some(stdin) = &mut exec.stdin else { return };
+        let (mut consumed, stream) = (0, stdin.stream);
+        let goes_on = loop {
+            let Some(first) = stdin.queue.front() else { break !stdin.finished };
+            match rustix::io::write(&stdin.pipe, &first[stdin.written..]) {
+                Ok(count) => {
+                    stdin.written += count;
+                    stdin.bytes -= count;
+                    consumed += count;
+                    if stdin.written == first.len() {
+                        stdin.written = 0;
+                        stdin.queue.pop_front();
+                    }
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break true,
+                // It does not read to the end; that is its right.
+                Err(_) => break false,
+            }
+        };
+        if goes_on && !stdin.polled {
+            // By edges: while the queue is empty an empty pipe is no news.
+            let events = epoll::EventFlags::OUT | epoll::EventFlags::ET;
+            stdin.polled =
+                epoll::add(&self.poll, &stdin.pipe, Source::Stdin.event(serial), events).is_ok();
+        }
+        if let Some(stream) = stream {
+            self.grant(stream, consumed);
+        }
+        if !goes_on {
+            self.close_stdin(serial);
+        }
+    }
+
+    /// On a host, where nothing ends with us: no command outlives its server.
+    pub(crate) fn end_everything(&mut self) {
+        let running: Vec<&Exec> = self.execs.all().map(|(_, exec)| exec).collect();
+        for exec in running {
+            exec.signal(Signal::KILL);
+        }
+        for (_, exec) in self.execs.all_mut() {
+            if let (Some(pidfd), pid) = (exec.pidfd.take(), exec.pid) {
+                reaper::bury(&pidfd, pid);
+            }
+        }
+    }
+
+    /// Keeps what could fail later out of the way of the first exec after a restore.
+    pub(crate) fn prepare_groups(&mut self) {
+        if let Some(groups) = &mut self.execs.groups {
+            groups.refill();
+        }
+    }
+}
+
+impl Stdin {
+    fn new(pipe: OwnedFd, stream: u32) -> Self {
+        Self {
+            pipe,
+            queue: std::collections::VecDeque::new(),
+            written: 0,
+            bytes: 0,
+            finished: false,
+            stream: Some(stream),
+            polled: false,
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Requests: put together from their frames, then handed to whoever answers them.
+
+use protocol::frame::Frame;
+use protocol::message::{ErrorCode, Failure};
+use protocol::{Reply, Request};
+
+use super::Server;
+use super::stream::{Role, Stream};
+use crate::failure::refuse;
+use crate::{Place, repair};
+
+impl Server {
+    pub(crate) fn take_request(&mut self, frame: &Frame<'_>) {
+        let number = frame.header.stream;
+        if !self.streams.contains_key(&number) && self.streams.len() >= protocol::MAX_STREAMS {
+            self.port.output.reset(number);
+            return;
+        }
+        if frame.header.more {
+            let held: usize = self.streams.values().map(Stream::held_bytes).sum();
+            if held + frame.payload.len() > self.most_held {
+                self.end_with(
+                    number,
+                    Err(refuse(ErrorCode::Busy, "too many long requests at once; try again later")),
+                );
+                return;
+            }
+        }
+        let stream = self.streams.entry(number).or_insert_with(Stream::new);
+        let Role::Opening { assembler, bytes } = &mut stream.role else {
+            // A number is used once.
+            self.close(number);
+            self.port.output.reset(number);
+            return;
+        };
+        *bytes += frame.payload.len();
+        let request = match assembler.push(frame) {
+            Ok(None) => return,
+            Ok(Some(message)) => protocol::message::decode(&message).map_err(|_| {
+                refuse(ErrorCode::Invalid, "the agent in this sandbox does not know this request")
+            }),
+            Err(error) => Err(refuse(ErrorCode::TooLarge, error.to_string())),
+        };
+        stream.role = Role::Answering;
+        match request.and_then(|request| self.answer(number, request)) {
+            Ok(Some(reply)) => self.end_with(number, Ok(reply)),
+            Ok(None) => {}
+            Err(failure) => self.end_with(number, Err(failure)),
+        }
+    }
+
+    /// The whole answer, or `None`: it will come.
+    fn answer(&mut self, stream: u32, request: Request) -> Result<Option<Reply>, Failure> {
+        match request {
+            Request::Ping => Ok(Some(Reply::Done)),
+            Request::Repair(repair) => {
+                match self.place {
+                    Place::Guest => repair::repair(&repair)?,
+                    Place::Host => {}
+                }
+                Ok(Some(Reply::Done))
+            }
+            Request::Sync | Request::Quiesce => {
+                self.flush_disks(stream);
+                Ok(None)
+            }
+            Request::Shutdown { grace_ms } => {
+                self.shut_down(stream, grace_ms);
+                Ok(None)
+            }
+            Request::ExecStart(start) => self.start_exec(stream, start).map(|()| None),
+            Request::ExecWatch { id, stdout_offset, stderr_offset } => {
+                self.watch_exec(stream, &id, stdout_offset, stderr_offset).map(|()| None)
+            }
+            Request::ExecStatus { id } => {
+                let serial = self.execs.by_id(&id)?;
+                let exec = self.execs.get(serial);
+                Ok(exec.map(|exec| Reply::ExecStatus(exec.status())))
+            }
+            Request::ExecList => Ok(Some(Reply::Execs(self.execs.statuses()))),
+            Request::ExecCancel { id, grace_ms } => {
+                self.cancel_exec(&id, grace_ms)?;
+                Ok(Some(Reply::Done))
+            }
+            Request::ExecForget { id } => {
+                self.forget_exec(&id)?;
+                Ok(Some(Reply::Done))
+            }
+            Request::FileRead(request) => {
+                self.read_file(stream, request);
+                Ok(None)
+            }
+            Request::FileWrite(request) => {
+                self.write_file(stream, request);
+                Ok(None)
+            }
+            Request::FileDelete { path } => {
+                self.delete_file(stream, path.into_vec());
+                Ok(None)
+            }
+            Request::DirList { path, depth } => {
+                self.list_directory(stream, path.into_vec(), depth);
+                Ok(None)
+            }
+            Request::FileStat { path } => {
+                self.stat_file(stream, path.into_vec());
+                Ok(None)
+            }
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Shutting down, and quiet moments before a snapshot.
+
+use std::time::Instant;
+
+use protocol::Reply;
+use rustix::process::Signal;
+
+use super::files::FileResult;
+use super::{Done, Server};
+use crate::Place;
+use crate::exec::after;
+
+/// How far a shutdown is.
+#[derive(Debug)]
+pub(crate) struct Shutdown {
+    stream: u32,
+    epoch: u64,
+    step: Step,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Everything was asked to end.
+    Asked {
+        kill_at: Instant,
+    },
+    /// Everything was killed; what cannot be killed is not waited for beyond this.
+    Killed {
+        give_up_at: Instant,
+    },
+    Flushing,
+    Complete,
+}
+
+/// For processes that wait for a disk when they are killed.
+const AFTER_KILL_MS: u64 = 2000;
+
+impl Shutdown {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        match self.step {
+            Step::Asked { kill_at } => Some(kill_at),
+            Step::Killed { give_up_at } => Some(give_up_at),
+            Step::Flushing | Step::Complete => None,
+        }
+    }
+}
+
+impl Server {
+    pub(crate) fn flush_disks(&mut self, stream: u32) {
+        self.prepare_groups();
+        let (epoch, place) = (self.epoch, self.place);
+        self.workers.submit(move || {
+            match place {
+                Place::Guest => rustix::fs::sync(),
+                Place::Host => {}
+            }
+            Done::File { epoch, stream, result: FileResult::Answer(Ok(Reply::Done)) }
+        });
+    }
+
+    pub(crate) fn shut_down(&mut self, stream: u32, grace_ms: u32) {
+        if let Some(shutdown) = &mut self.shutdown {
+            // Asked again, perhaps over a new connection: the answer goes to whoever asked last.
+            (shutdown.stream, shutdown.epoch) = (stream, self.epoch);
+            return;
+        }
+        self.signal_everything(Signal::TERM);
+        let kill_at = after(Instant::now(), grace_ms.into());
+        self.shutdown = Some(Shutdown { stream, epoch: self.epoch, step: Step::Asked { kill_at } });
+    }
+
+    fn signal_everything(&self, signal: Signal) {
+        if let Some(groups) = &self.execs.groups {
+            groups.signal_all(signal);
+        }
+        for (_, exec) in self.execs.all().filter(|(_, exec)| exec.group.is_none()) {
+            exec.signal(signal);
+        }
+    }
+
+    /// Called whenever something has happened.
+    pub(crate) fn go_on_shutting_down(&mut self) {
+        let Some(shutdown) = &self.shutdown else { return };
+        let now = Instant::now();
+        let all_ended = self.execs.running() == 0
+            && !self.execs.groups.as_ref().is_some_and(|all| all.are_populated());
+        match shutdown.step {
+            Step::Asked { .. } | Step::Killed { .. } if all_ended => self.flush_finally(),
+            Step::Asked { kill_at } if kill_at <= now => {
+                self.signal_everything(Signal::KILL);
+                self.set_step(Step::Killed { give_up_at: after(now, AFTER_KILL_MS) });
+            }
+            Step::Killed { give_up_at } if give_up_at <= now => self.flush_finally(),
+            Step::Asked { .. } | Step::Killed { .. } | Step::Flushing | Step::Complete => {}
+        }
+    }
+
+    fn flush_finally(&mut self) {
+        self.set_step(Step::Flushing);
+        let place = self.place;
+        self.workers.submit(move || {
+            match place {
+                Place::Guest => crate::boot::mounts::settle(),
+                Place::Host => {}
+            }
+            Done::Stopped
+        });
+    }
+
+    pub(crate) fn stopped(&mut self) {
+        self.set_step(Step::Complete);
+        if let Some(Shutdown { stream, epoch, .. }) = self.shutdown
+            && epoch == self.epoch
+        {
+            self.end_with(stream, Ok(Reply::Done));
+        }
+    }
+
+    fn set_step(&mut self, step: Step) {
+        if let Some(shutdown) = &mut self.shutdown {
+            shutdown.step = step;
+        }
+    }
+
+    /// The answer has gone, too.
+    pub(crate) fn is_shut_down(&self) -> bool {
+        self.shutdown.as_ref().is_some_and(|shutdown| shutdown.step == Step::Complete)
+            && self.port.output.is_empty()
+    }
+}

@@ -1,0 +1,96 @@
+//! One stream of the channel: what it was opened for and how far that is.
+
+use std::collections::VecDeque;
+
+use protocol::frame::{Assembler, Channel};
+
+use crate::exec::Serial;
+use crate::exec::output::Position;
+use crate::files::list::Listing;
+use crate::files::read::Reader;
+use crate::files::write::Writer;
+use protocol::message::FileWrite;
+
+pub(crate) struct Stream {
+    /// Data that the host still takes.
+    pub(crate) credit: usize,
+    /// Data consumed here and not yet granted again.
+    pub(crate) consumed: u32,
+    /// In the queue of those that have something to send.
+    pub(crate) is_ready: bool,
+    pub(crate) role: Role,
+}
+
+pub(crate) enum Role {
+    /// The request is not complete.
+    Opening {
+        assembler: Assembler,
+        bytes: usize,
+    },
+    Watching(Watch),
+    Reading(Reading),
+    Writing(Writing),
+    Listing(Listed),
+    /// A worker or a later moment has the answer; nothing more is expected from the host.
+    Answering,
+}
+
+pub(crate) struct Watch {
+    pub(crate) exec: Serial,
+    pub(crate) position: Position,
+    /// Data on this stream is its standard input.
+    pub(crate) feeds: bool,
+}
+
+impl Watch {
+    pub(crate) fn offset(&mut self, channel: Channel) -> &mut u64 {
+        match channel {
+            Channel::Stdout => &mut self.position.stdout,
+            Channel::Stderr | Channel::Content => &mut self.position.stderr,
+        }
+    }
+}
+
+pub(crate) struct Reading {
+    /// `None` while a worker reads.
+    pub(crate) reader: Option<Reader>,
+    pub(crate) frames: VecDeque<Vec<u8>>,
+}
+
+pub(crate) struct Writing {
+    pub(crate) state: WriteState,
+    pub(crate) inbox: Vec<Vec<u8>>,
+    pub(crate) inbox_bytes: usize,
+    /// With the worker.
+    pub(crate) taken_bytes: usize,
+    pub(crate) finished: bool,
+}
+
+pub(crate) enum WriteState {
+    Asked(Box<FileWrite>),
+    Open(Box<Writer>),
+    /// A worker has it.
+    Away,
+}
+
+pub(crate) struct Listed {
+    /// `None` while a worker reads, or at the end.
+    pub(crate) listing: Option<Listing>,
+    pub(crate) batch: Option<(Vec<protocol::message::Entry>, bool)>,
+}
+
+impl Stream {
+    pub(crate) fn new() -> Self {
+        let role = Role::Opening { assembler: Assembler::default(), bytes: 0 };
+        Self { credit: protocol::INITIAL_CREDIT as usize, consumed: 0, is_ready: false, role }
+    }
+
+    /// Bytes from the host that are held for it.
+    pub(crate) fn held_bytes(&self) -> usize {
+        match &self.role {
+            Role::Opening { bytes, .. } => *bytes,
+            Role::Writing(writing) => writing.inbox_bytes + writing.taken_bytes,
+            Role::Watching(_) | Role::Reading(_) | Role::Listing(_) | Role::Answering => 0,
+        }
+    }
+}
