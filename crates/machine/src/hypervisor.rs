@@ -13,7 +13,7 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
-use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET};
+use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET, ROOT_NODE};
 use crate::process::{Launch, Process, host_boot_id};
 use crate::qemu_args::{self, Inherited, ROOT, Start, Verbosity};
 use crate::qmp::{PROMPT, Qmp};
@@ -211,7 +211,7 @@ impl Hypervisor {
         started.put_root_disk(boot.root_disk).await?;
         started.qmp().run("cont", json!({})).await?;
         let qmp = started.qmp().clone();
-        let mut machine = started.into_machine();
+        let machine = started.into_machine(None);
         match machine.connect_guest(BOOT).await {
             Ok(_) => Ok(machine),
             Err(error) => {
@@ -251,7 +251,7 @@ impl Hypervisor {
         let qmp =
             Qmp::connect(sockets::connect(&place.directory, QMP_SOCKET).await?, PROMPT).await?;
         let channel = sockets::connect(&place.directory, GUEST_SOCKET).await?;
-        Ok(Machine::new(process, qmp, channel, place.directory.clone()))
+        Ok(Machine::new(process, qmp, channel, place.directory.clone(), None))
     }
 
     async fn start(
@@ -352,9 +352,10 @@ impl Started {
         self.parts().1
     }
 
-    fn into_machine(mut self) -> Machine {
+    /// `grown`: the root disk's new length, of which the guest does not know yet.
+    fn into_machine(mut self, grown: Option<u64>) -> Machine {
         let (process, qmp, channel) = self.parts.take().expect("it is taken once, with the whole");
-        Machine::new(process, qmp, channel, std::mem::take(&mut self.directory))
+        Machine::new(process, qmp, channel, std::mem::take(&mut self.directory), grown)
     }
 
     /// Before the guest runs, so it needs not be told the size.
@@ -364,10 +365,10 @@ impl Started {
         // Flushing waits until the file is needed elsewhere: this disk goes with its sandbox.
         let cache = json!({ "direct": false, "no-flush": true });
         let file = json!({ "driver": "file", "filename": format!("/dev/fdset/{ROOT_SET}"), "discard": "unmap", "cache": cache });
-        let node = json!({ "driver": "raw", "node-name": "disk-root", "discard": "unmap", "cache": cache, "file": file });
+        let node = json!({ "driver": "raw", "node-name": ROOT_NODE, "discard": "unmap", "cache": cache, "file": file });
         qmp.run("blockdev-add", node).await?;
         let path = format!("/machine/peripheral/{ROOT}");
-        qmp.run("qom-set", json!({ "path": path, "property": "drive", "value": "disk-root" }))
+        qmp.run("qom-set", json!({ "path": path, "property": "drive", "value": ROOT_NODE }))
             .await?;
         Ok(())
     }
@@ -391,7 +392,7 @@ impl Prepared {
         self.started.parts().0.ended()
     }
 
-    /// Loads a saved state. The machine is paused then.
+    /// Loads a saved state. The machine is paused then; the lock on its disk is only taken by [`Machine::resume`].
     ///
     /// `root_disk` is a clone of the state's disk, `disk_bytes` long; the guest is told when that is more than
     /// `base_disk_bytes`, the length it knows.
@@ -409,7 +410,10 @@ impl Prepared {
         let process = self.started.parts().0;
         let loading = self.load_state(state, root_disk, disk_bytes, base_disk_bytes);
         match explained(process, loading).await {
-            Ok(()) => Ok(self.started.into_machine()),
+            Ok(()) => {
+                let grown = Some(disk_bytes).filter(|_| disk_bytes > base_disk_bytes);
+                Ok(self.started.into_machine(grown))
+            }
             Err(error) => {
                 process.kill().await?;
                 Err(error)
@@ -445,10 +449,6 @@ impl Prepared {
             tokio::time::sleep(LOAD_POLL).await;
         }
         qmp.run("remove-fd", json!({ "fdset-id": STATE_SET })).await?;
-        if disk_bytes > base_disk_bytes {
-            qmp.run("block_resize", json!({ "node-name": "disk-root", "size": disk_bytes }))
-                .await?;
-        }
         Ok(())
     }
 }

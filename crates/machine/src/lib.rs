@@ -4,6 +4,7 @@
 mod error;
 pub mod guest;
 pub mod hypervisor;
+mod leftover;
 mod machine;
 mod memory;
 pub mod network;
@@ -15,5 +16,9 @@ pub mod spec;
 mod tap;
 
 pub use error::{Error, Result};
+pub use guest::Guest;
+pub use hypervisor::{Boot, Hypervisor, Place, Prepared};
+pub use leftover::kill_all_of;
 pub use machine::Machine;
+pub use spec::{Accelerator, MachineSpec, Shape};
 pub use tap::Tap;

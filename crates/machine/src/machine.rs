@@ -2,9 +2,10 @@
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
 use crate::error::{Error, Result};
@@ -18,6 +19,8 @@ use crate::sockets;
 
 pub(crate) const QMP_SOCKET: &str = "qmp.sock";
 pub(crate) const GUEST_SOCKET: &str = "guest.sock";
+/// The root disk's block node.
+pub(crate) const ROOT_NODE: &str = "disk-root";
 const SAVED_SET: u32 = 3;
 /// Saving stops the machine, and that flushes its disks.
 const SAVE: Duration = Duration::from_secs(60);
@@ -27,14 +30,33 @@ pub struct Machine {
     process: Process,
     qmp: Qmp,
     directory: PathBuf,
+    link: Mutex<Link>,
+}
+
+/// What changes while the machine lives.
+#[derive(Debug)]
+struct Link {
     /// Connected since before the state was loaded; no handshake yet.
     channel: Option<UnixStream>,
     guest: Option<Guest>,
+    /// The root disk's new length, of which the guest does not know yet: it can only be told once the machine runs.
+    grown: Option<u64>,
 }
 
 impl Machine {
-    pub(crate) fn new(process: Process, qmp: Qmp, channel: UnixStream, directory: PathBuf) -> Self {
-        Self { process, qmp, directory, channel: Some(channel), guest: None }
+    pub(crate) fn new(
+        process: Process,
+        qmp: Qmp,
+        channel: UnixStream,
+        directory: PathBuf,
+        grown: Option<u64>,
+    ) -> Self {
+        let link = Link { channel: Some(channel), guest: None, grown };
+        Self { process, qmp, directory, link: Mutex::new(link) }
+    }
+
+    fn link(&self) -> MutexGuard<'_, Link> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn pid(&self) -> u32 {
@@ -56,19 +78,25 @@ impl Machine {
     }
 
     /// # Errors
-    /// QEMU refuses or is gone.
+    /// QEMU refuses or is gone. The first time after a load also when another process has the disk in use.
     pub async fn resume(&self) -> Result<()> {
-        self.run("cont").await
+        self.run("cont", json!({})).await?;
+        let grown = self.link().grown;
+        if let Some(size) = grown {
+            self.run("block_resize", json!({ "node-name": ROOT_NODE, "size": size })).await?;
+            self.link().grown = None;
+        }
+        Ok(())
     }
 
     /// # Errors
     /// QEMU refuses or is gone.
     pub async fn stop(&self) -> Result<()> {
-        self.run("stop").await
+        self.run("stop", json!({})).await
     }
 
-    async fn run(&self, command: &'static str) -> Result<()> {
-        explained(&self.process, self.qmp.run_within(SAVE, command, json!({}), None))
+    async fn run(&self, command: &'static str, arguments: Value) -> Result<()> {
+        explained(&self.process, self.qmp.run_within(SAVE, command, arguments, None))
             .await
             .map(drop)
     }
@@ -102,26 +130,28 @@ impl Machine {
     ///
     /// # Errors
     /// [`Error::Silent`] after the deadline.
-    pub async fn connect_guest(&mut self, deadline: Duration) -> Result<Guest> {
-        // A second client of the socket waits for the first to leave.
-        self.guest = None;
-        let channel = self.channel.take();
-        let directory = &self.directory;
+    pub async fn connect_guest(&self, deadline: Duration) -> Result<Guest> {
+        let channel = {
+            let mut link = self.link();
+            // A second client of the socket waits for the first to leave.
+            link.guest = None;
+            link.channel.take()
+        };
         let connecting = async {
             let channel = match channel {
                 Some(channel) => channel,
-                None => sockets::connect(directory, GUEST_SOCKET).await?,
+                None => sockets::connect(&self.directory, GUEST_SOCKET).await?,
             };
             Guest::connect(channel, deadline).await
         };
         let guest = explained(&self.process, connecting).await?;
-        self.guest = Some(guest.clone());
+        self.link().guest = Some(guest.clone());
         Ok(guest)
     }
 
     /// The agent, once it was connected to.
-    pub fn guest(&self) -> Option<&Guest> {
-        self.guest.as_ref()
+    pub fn guest(&self) -> Option<Guest> {
+        self.link().guest.clone()
     }
 
     /// The last 64 KiB that the guest wrote to its console since this was last asked for.
