@@ -36,6 +36,9 @@ pub struct FileEntry {
     /// The exact name where `name` is not it, because it is not UTF-8.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name_b64: Option<String>,
+    /// The same for `path`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_b64: Option<String>,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]

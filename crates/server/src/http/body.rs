@@ -1,0 +1,149 @@
+//! Bodies of requests: JSON that is read tolerantly, within a limit and a deadline.
+
+use std::time::Duration;
+
+use api::{ErrorCode, SandboxId};
+use axum::{
+    body::Body,
+    extract::{FromRequest, FromRequestParts, RawPathParams, Request},
+    response::{IntoResponse, Response},
+};
+use bytes::{Bytes, BytesMut};
+use futures::StreamExt;
+use http::{HeaderValue, StatusCode, header::CONTENT_TYPE, request::Parts};
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::Error;
+
+/// For bodies of a few fields.
+pub(super) const SMALL: usize = 1 << 20;
+/// Nothing came from the client for so long: it is gone.
+pub(super) const CLIENT_DEADLINE: Duration = Duration::from_secs(60);
+
+/// A JSON body, whatever its content type says. An empty one is an object without fields.
+pub(super) struct Input<T, const LIMIT: usize = SMALL>(pub(super) T);
+
+impl<T: DeserializeOwned, const LIMIT: usize, S: Sync> FromRequest<S> for Input<T, LIMIT> {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, _: &S) -> Result<Self, Error> {
+        parse(&read(request.into_body(), LIMIT).await?).map(Self)
+    }
+}
+
+/// # Errors
+/// 413 when it is longer than `limit`, 400 when it breaks off.
+pub(super) async fn read(body: Body, limit: usize) -> Result<Bytes, Error> {
+    let mut stream = body.into_data_stream();
+    let mut whole = BytesMut::new();
+    loop {
+        let piece = tokio::time::timeout(CLIENT_DEADLINE, stream.next())
+            .await
+            .map_err(|_| Error::invalid("the body stopped coming; send it again"))?;
+        let Some(piece) = piece else { return Ok(whole.freeze()) };
+        let piece = piece.map_err(|_| Error::invalid("the body broke off; send it again"))?;
+        if whole.len() + piece.len() > limit {
+            let message = format!(
+                "the body of this request may have at most {limit} bytes; larger things go into files with PUT …/fs"
+            );
+            return Err(Error::new(ErrorCode::TooLarge, message));
+        }
+        whole.extend_from_slice(&piece);
+    }
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
+    let text = bytes.trim_ascii();
+    let text = if text.is_empty() || text == b"null" { b"{}" } else { text };
+    let mut json = serde_json::Deserializer::from_slice(text);
+    let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
+        let path = error.path().to_string();
+        let reason = without_position(&error.into_inner());
+        // The path of the whole body is a dot: then the reason itself names the field, if there is one.
+        Error::invalid(if path == "." {
+            format!("the body: {reason}")
+        } else {
+            format!("`{path}`: {reason}")
+        })
+    })?;
+    json.end().map_err(|_| Error::invalid("the body: it goes on behind the end of the JSON"))?;
+    Ok(value)
+}
+
+/// Line and column mean nothing to someone who wrote a dictionary.
+fn without_position(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    text.rfind(" at line ").map_or_else(|| text.clone(), |end| text[..end].to_owned())
+}
+
+/// An answer in JSON.
+pub(super) struct Output<T>(pub(super) StatusCode, pub(super) T);
+
+impl<T: Serialize> IntoResponse for Output<T> {
+    fn into_response(self) -> Response {
+        match serde_json::to_vec(&self.1) {
+            Ok(json) => {
+                (self.0, [(CONTENT_TYPE, HeaderValue::from_static("application/json"))], json)
+                    .into_response()
+            }
+            Err(error) => Error::internal(error).into_response(),
+        }
+    }
+}
+
+/// 200 with JSON.
+pub(super) fn ok<T>(value: T) -> Output<T> {
+    Output(StatusCode::OK, value)
+}
+
+/// The `{id}` of a sandbox's route. What is no id belongs to no sandbox.
+pub(super) struct Id(pub(super) SandboxId);
+
+impl<S: Send + Sync> FromRequestParts<S> for Id {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
+        let unknown = || {
+            Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
+        };
+        let params =
+            RawPathParams::from_request_parts(parts, state).await.map_err(|_| unknown())?;
+        let id = params.iter().find(|(name, _)| *name == "id").map(|(_, value)| value);
+        id.and_then(|id| id.parse().ok()).map(Self).ok_or_else(unknown)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use api::{CreateSandbox, ExecRequest};
+
+    use super::*;
+
+    fn refused<T: DeserializeOwned>(text: &str) -> String {
+        parse::<T>(text.as_bytes()).map(drop).unwrap_err().message
+    }
+
+    #[test]
+    fn nothing_null_and_unknown_fields_are_fine() {
+        for text in [
+            "",
+            " \n",
+            "null",
+            "{}",
+            r#"{"cpu": null, "from_snapshot": null, "network": true, "env": null}"#,
+        ] {
+            assert!(parse::<CreateSandbox>(text.as_bytes()).is_ok(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_refusal_names_the_field() {
+        assert!(refused::<CreateSandbox>(r#"{"cpu": "two"}"#).starts_with("`cpu`: invalid type"));
+        assert!(
+            refused::<CreateSandbox>(r#"{"metadata": {"a": 1}}"#).starts_with("`metadata.a`: ")
+        );
+        assert!(refused::<ExecRequest>("").contains("`cmd`"));
+        assert!(!refused::<ExecRequest>("{").contains("line"));
+        assert!(refused::<ExecRequest>(r#"{"cmd": "a"} b"#).contains("behind the end"));
+    }
+}

@@ -1,0 +1,282 @@
+//! `/exec`: commands, answered at their end or as they print.
+
+use std::{sync::Arc, time::Duration};
+
+use api::{AccountId, ErrorCode, ExecRequest, ExecResult, SandboxId};
+use axum::{
+    body::Body,
+    extract::State,
+    response::{IntoResponse, Response},
+};
+use bytes::Bytes;
+use futures::{Stream, StreamExt};
+use http::{HeaderValue, header::CONTENT_TYPE};
+use machine::guest::{ExecState, ExecStatus};
+use serde_json::{Map, Value, json};
+
+use super::{
+    body::{Id, Input, ok},
+    edge::Refusal,
+    sse::{self, Characters},
+};
+use crate::{
+    App, Error,
+    keys::Caller,
+    metrics::ExecEnd,
+    sandbox::{ExecEvent, ExecWatch},
+};
+
+/// Of each stream, in an answer that has it whole.
+const MOST_OUTPUT: usize = 16 << 20;
+/// A command, its environment and its standard input: 10 MB of that, however JSON escapes them.
+const LONGEST_BODY: usize = 64 << 20;
+/// The published clients wait 30 s for a byte. After so long they are given one, and then one in each interval…
+const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(15);
+const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// …unless the command's own limit comes first: it gets its status 504, which a kept-alive answer cannot have.
+const SHORT_TIMEOUT: f64 = 27.0;
+/// What a shell's `timeout` exits with.
+const TIMED_OUT_EXIT: i32 = 124;
+/// On these words the published clients raise their timeout exception.
+const TIMED_OUT: &str = "command timed out: deadline exceeded";
+/// In an event, one of them looks for a word more.
+const TIMED_OUT_EVENT: &str = "command timed out: deadline exceeded (timeout)";
+
+/// Who runs it where: enough to say what became of the sandbox when it is lost.
+struct Place {
+    app: Arc<App>,
+    account: AccountId,
+    sandbox: SandboxId,
+}
+
+/// Runs a command to its end. An answer that takes long begins with white space.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/exec", tag = "execs", params(("id" = String, Path,)), request_body = ExecRequest,
+    responses((status = 200, body = ExecResult), (status = 504, description = "Timed out; the body has what was printed until then")))]
+pub(super) async fn run(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Id(id): Id,
+    Input(request): Input<ExecRequest, LONGEST_BODY>,
+) -> Result<Response, Error> {
+    let may_keep_alive = request.timeout_seconds.is_none_or(|seconds| seconds > SHORT_TIMEOUT);
+    let place = Place { app, account: caller.account, sandbox: id };
+    let mut result = Box::pin(run_to_end(place, request));
+    if !may_keep_alive {
+        return result.await.map(answer);
+    }
+    match tokio::time::timeout(KEEP_ALIVE_AFTER, &mut result).await {
+        Ok(result) => result.map(answer),
+        Err(_) => Ok(kept_alive(result)),
+    }
+}
+
+fn answer(result: ExecResult) -> Response {
+    if !result.timed_out {
+        return ok(result).into_response();
+    }
+    let more = match serde_json::to_value(result) {
+        Ok(Value::Object(fields)) => fields,
+        Ok(_) | Err(_) => Map::new(),
+    };
+    Refusal::with(Error::new(ErrorCode::TimedOut, TIMED_OUT), more)
+}
+
+/// 200 now, the rest when it is there. Where there will be no result the answer breaks off: the client must not take
+/// anything else for one.
+fn kept_alive(
+    result: impl Future<Output = Result<ExecResult, Error>> + Send + Unpin + 'static,
+) -> Response {
+    let pieces = futures::stream::unfold(Some(result), |result| async move {
+        let mut result = result?;
+        Some(match tokio::time::timeout(KEEP_ALIVE, &mut result).await {
+            Err(_) => (Ok(Bytes::from_static(b" ")), Some(result)),
+            Ok(Ok(result)) => {
+                (serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal), None)
+            }
+            Ok(Err(error)) => {
+                tracing::warn!(%error, source = ?error.source, "a command was lost after its answer had begun");
+                (Err(error), None)
+            }
+        })
+    });
+    let first = futures::stream::iter([Ok(Bytes::from_static(b" "))]);
+    let headers = [(CONTENT_TYPE, HeaderValue::from_static("application/json"))];
+    (headers, Body::from_stream(first.chain(pieces))).into_response()
+}
+
+async fn run_to_end(place: Place, request: ExecRequest) -> Result<ExecResult, Error> {
+    let running = place.app.sandboxes.running(&place.account, &place.sandbox)?;
+    let mut watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
+    let (mut stdout, mut stderr) = (Collected::default(), Collected::default());
+    let status = loop {
+        match watch.next().await {
+            Some(Ok(ExecEvent::Stdout(bytes))) => stdout.push(&bytes),
+            Some(Ok(ExecEvent::Stderr(bytes))) => stderr.push(&bytes),
+            Some(Ok(ExecEvent::Ended(status))) => break status,
+            Some(Err(error)) => return Err(place.lost(error)),
+            None => return Err(place.lost(machine::Error::Lost.into())),
+        }
+    };
+    place.ended(&status);
+    let timed_out = timed_out(&status);
+    Ok(ExecResult {
+        truncated: status.truncated || stdout.truncated || stderr.truncated,
+        stdout: stdout.text(),
+        stderr: stderr.text(),
+        exit_code: exit_code(&status),
+        duration_ms: status.duration_ms,
+        timed_out,
+        killed: killed(&status).map(str::to_owned),
+    })
+}
+
+/// Runs a command; what it prints comes as events `stdout` and `stderr`, its end as `exit` or `error`.
+#[utoipa::path(post, path = "/v1/sandboxes/{id}/exec/stream", tag = "execs", params(("id" = String, Path,)), request_body = ExecRequest,
+    responses((status = 200, body = String, content_type = "text/event-stream")))]
+pub(super) async fn stream(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Id(id): Id,
+    Input(request): Input<ExecRequest, LONGEST_BODY>,
+) -> Result<Response, Error> {
+    let place = Place { app, account: caller.account, sandbox: id };
+    let running = place.app.sandboxes.running(&place.account, &place.sandbox)?;
+    let watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
+    Ok(sse::response(events(place, watch)))
+}
+
+#[derive(Default)]
+struct Texts {
+    stdout: Characters,
+    stderr: Characters,
+}
+
+fn events(place: Place, watch: ExecWatch) -> impl Stream<Item = Bytes> {
+    let batches =
+        futures::stream::unfold(Some((place, watch, Texts::default())), |state| async move {
+            let (place, mut watch, mut texts) = state?;
+            match watch.next().await {
+                Some(Ok(ExecEvent::Stdout(bytes))) => {
+                    let events = chunk("stdout", texts.stdout.push(&bytes));
+                    Some((Vec::from_iter(events), Some((place, watch, texts))))
+                }
+                Some(Ok(ExecEvent::Stderr(bytes))) => {
+                    let events = chunk("stderr", texts.stderr.push(&bytes));
+                    Some((Vec::from_iter(events), Some((place, watch, texts))))
+                }
+                Some(Ok(ExecEvent::Ended(status))) => {
+                    place.ended(&status);
+                    let rest = [
+                        chunk("stdout", texts.stdout.finish()),
+                        chunk("stderr", texts.stderr.finish()),
+                    ];
+                    Some((rest.into_iter().flatten().chain([end(&status)]).collect(), None))
+                }
+                lost @ (Some(Err(_)) | None) => {
+                    let error =
+                        lost.and_then(Result::err).unwrap_or_else(|| machine::Error::Lost.into());
+                    Some((
+                        vec![sse::event("error", &json!({ "error": place.lost(error).message }))],
+                        None,
+                    ))
+                }
+            }
+        });
+    batches.flat_map(futures::stream::iter)
+}
+
+fn chunk(name: &str, text: String) -> Option<Bytes> {
+    (!text.is_empty()).then(|| sse::event(name, &json!({ "chunk": text })))
+}
+
+fn end(status: &ExecStatus) -> Bytes {
+    if timed_out(status) {
+        return sse::event("error", &json!({ "error": TIMED_OUT_EVENT }));
+    }
+    match killed(status) {
+        None => sse::event("exit", &json!({ "exit_code": exit_code(status) })),
+        Some(killed) => {
+            sse::event("exit", &json!({ "exit_code": exit_code(status), "killed": killed }))
+        }
+    }
+}
+
+fn timed_out(status: &ExecStatus) -> bool {
+    match status.state {
+        ExecState::TimedOut => true,
+        ExecState::Running | ExecState::Exited | ExecState::Cancelled => false,
+    }
+}
+
+fn exit_code(status: &ExecStatus) -> i32 {
+    if timed_out(status) { TIMED_OUT_EXIT } else { status.exit_code.unwrap_or(-1) }
+}
+
+fn killed(status: &ExecStatus) -> Option<&'static str> {
+    status.killed_for_memory.then_some("memory")
+}
+
+impl Place {
+    fn ended(&self, status: &ExecStatus) {
+        self.app.metrics.exec_ended(if timed_out(status) {
+            ExecEnd::TimedOut
+        } else if status.exit_code == Some(0) {
+            ExecEnd::Succeeded
+        } else {
+            ExecEnd::Failed
+        });
+    }
+
+    fn lost(&self, error: Error) -> Error {
+        self.app.metrics.exec_ended(ExecEnd::Lost);
+        self.explain(error)
+    }
+
+    /// A channel that is lost because the sandbox is gone: that is the better answer.
+    fn explain(&self, error: Error) -> Error {
+        if error.code != ErrorCode::Unavailable {
+            return error;
+        }
+        match self.app.sandboxes.running(&self.account, &self.sandbox) {
+            Err(reason) if matches!(reason.code, ErrorCode::NotFound | ErrorCode::Conflict) => {
+                reason
+            }
+            Ok(_) | Err(_) => error,
+        }
+    }
+}
+
+/// The first of what a command printed.
+#[derive(Default)]
+struct Collected {
+    bytes: Vec<u8>,
+    truncated: bool,
+}
+
+impl Collected {
+    fn push(&mut self, bytes: &[u8]) {
+        let room = MOST_OUTPUT - self.bytes.len();
+        self.bytes.extend_from_slice(&bytes[..bytes.len().min(room)]);
+        self.truncated |= bytes.len() > room;
+    }
+
+    fn text(self) -> String {
+        String::from_utf8(self.bytes)
+            .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_is_cut_at_its_limit_and_says_so() {
+        let mut collected = Collected::default();
+        collected.push(&vec![b'x'; MOST_OUTPUT]);
+        assert!(!collected.truncated);
+        collected.push(b"y");
+        assert!(collected.truncated);
+        assert_eq!(collected.text().len(), MOST_OUTPUT);
+    }
+}

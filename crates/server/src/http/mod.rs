@@ -1,0 +1,139 @@
+//! The HTTP API: the routes on one screen, and what goes around each of them.
+
+mod access;
+mod body;
+mod edge;
+mod etag;
+mod execs;
+mod files;
+mod keys;
+mod logs;
+mod query;
+mod range;
+mod sandboxes;
+mod server;
+mod sse;
+mod templates;
+#[cfg(test)]
+mod tests;
+mod upload;
+
+use std::sync::Arc;
+
+use axum::{Router, extract::DefaultBodyLimit, middleware};
+use utoipa::openapi::{OpenApi, RefOr, Response, content::ContentBuilder, path::Operation, schema::Ref, security};
+use utoipa_axum::{
+    router::{OpenApiRouter, UtoipaMethodRouter},
+    routes,
+};
+
+use self::access::Access;
+pub use self::server::serve;
+use crate::{App, Error};
+
+/// Every route, and who may use it.
+#[rustfmt::skip]
+fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
+    use Access::{Full, Metrics, Open, Read};
+    vec![
+        (Open,    routes!(server::healthz)),
+        (Open,    routes!(server::version)),
+        (Open,    routes!(server::openapi_json)),
+        (Metrics, routes!(server::metrics)),
+
+        (Read,    routes!(keys::me)),
+        (Read,    routes!(keys::list)),
+        (Full,    routes!(keys::create)),
+        (Full,    routes!(keys::revoke)),
+
+        (Read,    routes!(templates::list)),
+        (Read,    routes!(templates::get)),
+        (Full,    routes!(templates::delete)),
+        (Full,    routes!(templates::build)),
+        (Read,    routes!(templates::builds)),
+        (Read,    routes!(templates::build_status)),
+        (Read,    routes!(templates::build_log)),
+
+        (Read,    routes!(sandboxes::list)),
+        (Full,    routes!(sandboxes::create)),
+        (Read,    routes!(sandboxes::get)),
+        (Full,    routes!(sandboxes::delete)),
+        (Read,    routes!(sandboxes::lifecycle)),
+        (Full,    routes!(sandboxes::update_lifecycle)),
+
+        (Full,    routes!(execs::run)),
+        (Full,    routes!(execs::stream)),
+        (Read,    routes!(logs::read)),
+
+        (Read,    routes!(files::read)),
+        (Full,    routes!(files::write)),
+        (Full,    routes!(files::delete)),
+        (Read,    routes!(files::list)),
+        (Read,    routes!(files::stat)),
+    ]
+}
+
+/// The API as a document, generated from the routes.
+pub fn openapi() -> OpenApi {
+    let mut document = OpenApiRouter::<Arc<App>>::new();
+    for (access, (schemas, mut paths, router)) in routes() {
+        for operation in paths.paths.values_mut().flat_map(operations) {
+            describe(operation, access);
+        }
+        document = document.routes((schemas, paths, router));
+    }
+    let mut document = document.into_openapi();
+    "Atoll".clone_into(&mut document.info.title);
+    env!("CARGO_PKG_VERSION").clone_into(&mut document.info.version);
+    document.info.description = Some("Linux virtual machines for untrusted code.".to_owned());
+    document.info.license = None;
+    let components = document.components.get_or_insert_default();
+    let bearer = security::Http::new(security::HttpAuthScheme::Bearer);
+    components.add_security_scheme("key", security::SecurityScheme::Http(bearer));
+    let (name, schema) = (<api::ErrorBody as utoipa::ToSchema>::name(), <api::ErrorBody as utoipa::PartialSchema>::schema());
+    components.schemas.insert(name.into_owned(), schema);
+    let (name, schema) = (<api::ErrorCode as utoipa::ToSchema>::name(), <api::ErrorCode as utoipa::PartialSchema>::schema());
+    components.schemas.insert(name.into_owned(), schema);
+    document
+}
+
+fn operations(item: &mut utoipa::openapi::PathItem) -> impl Iterator<Item = &mut Operation> {
+    [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().filter_map(Option::as_mut)
+}
+
+/// What is the same for all: refusals, and the key.
+fn describe(operation: &mut Operation, access: Access) {
+    let body = ContentBuilder::new().schema(Some(Ref::from_schema_name("ErrorBody"))).build();
+    let mut refusal = Response::new("Refused; the code says why.");
+    refusal.content.insert("application/json".to_owned(), body);
+    operation.responses.responses.insert("default".to_owned(), RefOr::T(refusal));
+    if access != Access::Open {
+        let none: [&str; 0] = [];
+        operation.security = Some(vec![security::SecurityRequirement::new("key", none)]);
+    }
+}
+
+fn router(app: &Arc<App>) -> Router {
+    let mut router = Router::new();
+    for (access, (_, paths, methods)) in routes() {
+        let guard = middleware::from_fn_with_state((Arc::clone(app), access), access::admit);
+        for path in paths.paths.keys() {
+            router = router.route(path, methods.clone().route_layer(guard.clone()));
+        }
+    }
+    router
+        .fallback(unknown_route)
+        .method_not_allowed_fallback(unknown_method)
+        // Each handler has a limit that fits it.
+        .layer(DefaultBodyLimit::disable())
+        .layer(middleware::from_fn_with_state(Arc::clone(app), edge::edge))
+        .with_state(Arc::clone(app))
+}
+
+async fn unknown_route() -> Error {
+    Error::not_found("there is no such route; GET /openapi.json has all of them")
+}
+
+async fn unknown_method() -> Error {
+    Error::new(api::ErrorCode::MethodNotAllowed, "this route does not have that method; GET /openapi.json has all of them")
+}

@@ -1,0 +1,284 @@
+//! `/v1/templates`: what sandboxes are made from, and how users add to it.
+
+use std::{io, path::Path as FilePath, sync::Arc};
+
+use api::{Build, ErrorCode, Template, TemplateName};
+use axum::{
+    extract::{
+        FromRequest, Multipart, Path, Request, State,
+        multipart::{Field, MultipartError},
+    },
+    response::Response,
+};
+use bytes::Bytes;
+use futures::{FutureExt, Stream, StreamExt};
+use http::{StatusCode, header::CONTENT_TYPE};
+use tempfile::TempPath;
+use tokio::io::AsyncWriteExt;
+
+use super::{
+    body::{self, CLIENT_DEADLINE, Output, ok},
+    query::Query,
+    sse,
+};
+use crate::{
+    App, Error,
+    keys::Caller,
+    template::{BuildLog, BuildSource},
+};
+
+/// Of a root file system as it is sent.
+const LONGEST_ROOTFS: u64 = 16 << 30;
+const LONGEST_FIELD: usize = 1 << 20;
+/// Build contexts of the published clients come in many fields.
+const MOST_FIELDS: usize = 10_000;
+/// Routes of their own under `/v1/templates/`.
+const RESERVED: [&str; 2] = ["build", "builds"];
+
+/// Built-in ones and the account's own.
+#[utoipa::path(get, path = "/v1/templates", tag = "templates", responses((status = 200, body = Vec<Template>)))]
+pub(super) async fn list(State(app): State<Arc<App>>, caller: Caller) -> Output<Vec<Template>> {
+    ok(app.templates.list(&caller.account))
+}
+
+#[utoipa::path(get, path = "/v1/templates/{name}", tag = "templates", params(("name" = String, Path,)), responses((status = 200, body = Template)))]
+pub(super) async fn get(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Path(name): Path<String>,
+) -> Result<Output<Template>, Error> {
+    Ok(ok(app.templates.get(&caller.account, &existing(&name)?)?))
+}
+
+/// One of the account's own. Sandboxes made from it go on.
+#[utoipa::path(delete, path = "/v1/templates/{name}", tag = "templates", params(("name" = String, Path,)), responses((status = 204)))]
+pub(super) async fn delete(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Path(name): Path<String>,
+) -> Result<StatusCode, Error> {
+    app.templates.delete(&caller.account, &existing(&name)?).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// What is no name belongs to no template.
+fn existing(name: &str) -> Result<TemplateName, Error> {
+    name.parse().map_err(|_| {
+        Error::not_found("there is no template with this name; list them with GET /v1/templates")
+    })
+}
+
+/// What a build request says, in either encoding.
+#[derive(Default)]
+struct BuildForm {
+    name: Option<String>,
+    recipe: Option<String>,
+    /// Removed again unless the build takes it over.
+    rootfs: Option<TempPath>,
+    dockerfile: bool,
+    image_ref: bool,
+}
+
+/// Starts a build from a recipe (`recipe`) or from a root file system as a tar (`rootfs`).
+#[utoipa::path(post, path = "/v1/templates/build", tag = "templates",
+    request_body(content_type = "multipart/form-data", description = "`name`, and `recipe` or `rootfs`", content = String),
+    responses((status = 202, body = Build)))]
+pub(super) async fn build(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    request: Request,
+) -> Result<Output<Build>, Error> {
+    let content_type = request
+        .headers()
+        .get(CONTENT_TYPE)
+        .and_then(|value| value.to_str().ok())
+        .unwrap_or_default();
+    let form = if content_type.starts_with("multipart/form-data") {
+        let broken = |_| Error::invalid("the multipart body cannot be read");
+        multipart_form(
+            Multipart::from_request(request, &()).await.map_err(broken)?,
+            &app.config.data_dir,
+        )
+        .await?
+    } else {
+        let text = body::read(request.into_body(), LONGEST_FIELD).await?;
+        urlencoded_form(&Query::parse(&text))?
+    };
+    let (name, source, rootfs) = source_of(form)?;
+    let build = app.templates.start_build(&caller.account, name, source).await?;
+    if let Some(rootfs) = rootfs {
+        // The build has it now, and removes it.
+        rootfs.keep().map_err(Error::internal)?;
+    }
+    Ok(Output(StatusCode::ACCEPTED, build))
+}
+
+fn source_of(form: BuildForm) -> Result<(TemplateName, BuildSource, Option<TempPath>), Error> {
+    let name = form.name.ok_or_else(|| Error::invalid("`name` is missing"))?;
+    let name: TemplateName =
+        name.parse().map_err(|error| Error::invalid(format!("`name`: {error}")))?;
+    if RESERVED.contains(&name.as_str()) {
+        return Err(Error::invalid(format!(
+            "`name`: `{name}` is a word of the API; choose another name"
+        )));
+    }
+    match (form.recipe, form.rootfs) {
+        _ if form.dockerfile || form.image_ref => Err(Error::invalid(
+            "templates cannot be built from a `dockerfile` or an `image_ref` yet: send a `recipe`, or the root file system as a tar in `rootfs`",
+        )),
+        (Some(recipe), None) => Ok((name, BuildSource::Recipe(recipe), None)),
+        (None, Some(rootfs)) => Ok((name, BuildSource::Tar(rootfs.to_path_buf()), Some(rootfs))),
+        (Some(_), Some(_)) => Err(Error::invalid("send `recipe` or `rootfs`, not both")),
+        (None, None) => Err(Error::invalid("`recipe` or `rootfs` is missing")),
+    }
+}
+
+fn urlencoded_form(fields: &Query) -> Result<BuildForm, Error> {
+    let text = |name| {
+        Ok::<_, Error>(fields.text(name)?.filter(|text| !text.is_empty()).map(str::to_owned))
+    };
+    Ok(BuildForm {
+        name: text("name")?,
+        recipe: text("recipe")?,
+        rootfs: None,
+        dockerfile: text("dockerfile")?.is_some(),
+        image_ref: text("image_ref")?.is_some(),
+    })
+}
+
+async fn multipart_form(mut parts: Multipart, data_dir: &FilePath) -> Result<BuildForm, Error> {
+    let mut form = BuildForm::default();
+    for _ in 0..MOST_FIELDS {
+        let field = patiently(parts.next_field()).await?;
+        let Some(mut field) = field else { return Ok(form) };
+        match field.name().unwrap_or_default() {
+            "name" => form.name = Some(text_of(&mut field).await?),
+            "recipe" => form.recipe = Some(text_of(&mut field).await?),
+            "rootfs" => form.rootfs = Some(save(&mut field, data_dir).await?),
+            // Read to its end, so that the client gets to see the refusal.
+            "dockerfile" => form.dockerfile |= skip(&mut field).await? > 0,
+            "image_ref" => form.image_ref |= skip(&mut field).await? > 0,
+            _ => drop(skip(&mut field).await?),
+        }
+    }
+    Err(Error::invalid(format!("a build may have at most {MOST_FIELDS} fields")))
+}
+
+async fn patiently<T>(next: impl Future<Output = Result<T, MultipartError>>) -> Result<T, Error> {
+    match tokio::time::timeout(CLIENT_DEADLINE, next).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(error)) => {
+            Err(Error::invalid("the multipart body cannot be read or broke off").because(error))
+        }
+        Err(_) => Err(Error::invalid("the body stopped coming; send it again")),
+    }
+}
+
+async fn text_of(field: &mut Field<'_>) -> Result<String, Error> {
+    let name = field.name().unwrap_or_default().to_owned();
+    let mut bytes = Vec::new();
+    while let Some(piece) = patiently(field.chunk()).await? {
+        if bytes.len() + piece.len() > LONGEST_FIELD {
+            return Err(Error::new(
+                ErrorCode::TooLarge,
+                format!("`{name}` may have at most 1 MiB"),
+            ));
+        }
+        bytes.extend_from_slice(&piece);
+    }
+    String::from_utf8(bytes).map_err(|_| Error::invalid(format!("`{name}` must be UTF-8")))
+}
+
+/// How long it was.
+async fn skip(field: &mut Field<'_>) -> Result<u64, Error> {
+    let mut bytes = 0;
+    while let Some(piece) = patiently(field.chunk()).await? {
+        bytes += piece.len() as u64;
+        if bytes > LONGEST_ROOTFS {
+            return Err(Error::new(ErrorCode::TooLarge, "the body is too large"));
+        }
+    }
+    Ok(bytes)
+}
+
+async fn save(field: &mut Field<'_>, data_dir: &FilePath) -> Result<TempPath, Error> {
+    let directory = data_dir.to_owned();
+    let made = tokio::task::spawn_blocking(move || {
+        tempfile::Builder::new().prefix("upload-").suffix(".tar").tempfile_in(directory)
+    });
+    let (file, path) = made.await.map_err(Error::internal)?.map_err(unwritten)?.into_parts();
+    let mut file = tokio::fs::File::from_std(file);
+    let mut bytes = 0;
+    while let Some(piece) = patiently(field.chunk()).await? {
+        bytes += piece.len() as u64;
+        if bytes > LONGEST_ROOTFS {
+            return Err(Error::new(ErrorCode::TooLarge, "`rootfs` may have at most 16 GiB"));
+        }
+        file.write_all(&piece).await.map_err(unwritten)?;
+    }
+    file.flush().await.map_err(unwritten)?;
+    if bytes == 0 {
+        return Err(Error::invalid("`rootfs` is empty: send a tar"));
+    }
+    Ok(path)
+}
+
+fn unwritten(error: io::Error) -> Error {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Error::new(
+            ErrorCode::CapacityExceeded,
+            "the server has no room for this root file system",
+        )
+        .because(error),
+        _ => Error::internal(error),
+    }
+}
+
+/// Newest first.
+#[utoipa::path(get, path = "/v1/templates/builds", tag = "templates", responses((status = 200, body = Vec<Build>)))]
+pub(super) async fn builds(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+) -> Result<Output<Vec<Build>>, Error> {
+    Ok(ok(app.templates.builds(&caller.account).await?))
+}
+
+#[utoipa::path(get, path = "/v1/templates/builds/{id}", tag = "templates", params(("id" = String, Path,)), responses((status = 200, body = Build)))]
+pub(super) async fn build_status(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Path(id): Path<String>,
+) -> Result<Output<Build>, Error> {
+    Ok(ok(app.templates.build(&caller.account, &id).await?))
+}
+
+/// The build's lines so far; with `follow` also those to come. Ends with an event `done`.
+#[utoipa::path(get, path = "/v1/templates/builds/{id}/logs", tag = "templates",
+    params(("id" = String, Path,), ("follow" = Option<bool>, Query,)),
+    responses((status = 200, body = String, content_type = "text/event-stream")))]
+pub(super) async fn build_log(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Path(id): Path<String>,
+    query: Query,
+) -> Result<Response, Error> {
+    let log = app.templates.build_log(&caller.account, &id).await?;
+    let done = futures::stream::iter([Bytes::from_static(b"event: done\ndata: end\n\n")]);
+    Ok(if query.flag("follow", false)? {
+        sse::response(lines(log).chain(done))
+    } else {
+        sse::response(futures::stream::iter(lines_so_far(log)).chain(done))
+    })
+}
+
+/// What is there without waiting.
+fn lines_so_far(mut log: BuildLog) -> Vec<Bytes> {
+    std::iter::from_fn(|| log.next().now_or_never().flatten().map(|line| sse::line(&line)))
+        .collect()
+}
+
+fn lines(log: BuildLog) -> impl Stream<Item = Bytes> {
+    futures::stream::unfold(log, |mut log| async move {
+        log.next().await.map(|line| (sse::line(&line), log))
+    })
+}
