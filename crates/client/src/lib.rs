@@ -18,6 +18,8 @@ use bytes::Bytes;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_encode};
 pub use reqwest::{Body, Method, RequestBuilder, Response, StatusCode};
 use serde::de::DeserializeOwned;
+use tokio::io::AsyncRead;
+use tokio_util::io::ReaderStream;
 
 pub use crate::{
     error::{Error, Refusal},
@@ -143,6 +145,11 @@ fn bearer(key: &str) -> Result<http::HeaderValue, Error> {
         http::HeaderValue::from_str(&format!("Bearer {key}")).map_err(|_| Error::BadKey)?;
     value.set_sensitive(true);
     Ok(value)
+}
+
+/// What `reader` gives until its end, as the content of a file or a root file system.
+pub fn body_of(reader: impl AsyncRead + Send + 'static) -> Body {
+    Body::wrap_stream(ReaderStream::with_capacity(reader, 64 << 10))
 }
 
 /// A value of a query or a segment of a path. Bytes, because names in a guest need not be UTF-8.

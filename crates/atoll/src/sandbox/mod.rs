@@ -1,0 +1,149 @@
+//! `atoll sandbox`: create, list, get, exec, delete.
+
+mod create;
+mod exec;
+
+use std::process::ExitCode;
+
+use api::{BootMode, Sandbox, SandboxId, SandboxStatus};
+use clap::{Args, Subcommand, ValueEnum};
+use client::SandboxFilter;
+
+use crate::{
+    Connection,
+    output::{instant, mebibytes, optional_instant, properties, table},
+    pair::Pair,
+};
+
+/// Create, list, use and delete sandboxes
+#[derive(Subcommand)]
+pub(crate) enum SandboxCommand {
+    Create(create::Create),
+    List(List),
+    /// Show one sandbox
+    Get {
+        id: SandboxId,
+    },
+    Exec(exec::Exec),
+    /// Delete sandboxes with their disks, for ever
+    Delete {
+        #[arg(required = true, value_name = "ID")]
+        ids: Vec<SandboxId>,
+    },
+}
+
+/// List the sandboxes, newest first
+#[derive(Args)]
+pub(crate) struct List {
+    /// Only those in this state
+    #[arg(long, value_enum)]
+    status: Option<Status>,
+    /// Only those with this metadata; may be repeated
+    #[arg(long, value_name = "NAME=VALUE")]
+    metadata: Vec<Pair>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Status {
+    Creating,
+    Running,
+    Paused,
+    Hibernated,
+    Stopped,
+    Deleting,
+    Failed,
+}
+
+impl From<Status> for SandboxStatus {
+    fn from(status: Status) -> Self {
+        match status {
+            Status::Creating => Self::Creating,
+            Status::Running => Self::Running,
+            Status::Paused => Self::Paused,
+            Status::Hibernated => Self::Hibernated,
+            Status::Stopped => Self::Stopped,
+            Status::Deleting => Self::Deleting,
+            Status::Failed => Self::Failed,
+        }
+    }
+}
+
+impl SandboxCommand {
+    pub(crate) async fn run(self, connection: &Connection) -> anyhow::Result<ExitCode> {
+        let (client, output) = (connection.client()?, connection.output());
+        match self {
+            Self::Create(create) => create.run(&client, output).await?,
+            Self::List(List { status, metadata }) => {
+                let metadata = metadata.into_iter().map(|pair| (pair.name, pair.value)).collect();
+                let filter = SandboxFilter { status: status.map(Into::into), metadata };
+                output.show(&client.sandboxes(&filter).await?, |sandboxes| listed(sandboxes))?;
+            }
+            Self::Get { id } => output.show(&client.sandbox(&id).await?, described)?,
+            Self::Exec(exec) => return exec.run(&client, output).await,
+            Self::Delete { ids } => {
+                for id in ids {
+                    client.delete_sandbox(&id).await?;
+                }
+            }
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+fn listed(sandboxes: &[Sandbox]) -> String {
+    let row = |sandbox: &Sandbox| {
+        [
+            sandbox.id.to_string(),
+            sandbox.template.to_string(),
+            status(sandbox.status).to_owned(),
+            sandbox.cpu.to_string(),
+            mebibytes(sandbox.memory_mb),
+            mebibytes(sandbox.disk_mb),
+            instant(sandbox.created_at),
+            expires(sandbox),
+        ]
+    };
+    table(
+        ["id", "template", "status", ">cpu", ">memory", ">disk", "created", "expires"],
+        sandboxes.iter().map(row),
+    )
+}
+
+fn described(sandbox: &Sandbox) -> String {
+    let metadata: Vec<_> =
+        sandbox.metadata.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let boot = match sandbox.boot_mode {
+        BootMode::Snapshot => "restored",
+        BootMode::Cold => "booted",
+    };
+    properties(&[
+        ("id", sandbox.id.to_string()),
+        ("template", sandbox.template.to_string()),
+        ("status", status(sandbox.status).to_owned()),
+        ("error", sandbox.error.clone().unwrap_or_default()),
+        ("cpu", sandbox.cpu.to_string()),
+        ("memory", mebibytes(sandbox.memory_mb)),
+        ("disk", mebibytes(sandbox.disk_mb)),
+        ("address", sandbox.guest_ip.clone()),
+        ("created", instant(sandbox.created_at)),
+        ("expires", expires(sandbox)),
+        ("metadata", metadata.join(" ")),
+        ("start", format!("{boot} in {} ms under {}", sandbox.boot_ms, sandbox.accelerator)),
+    ])
+}
+
+fn expires(sandbox: &Sandbox) -> String {
+    optional_instant(sandbox.expires_at, if sandbox.persistent { "never" } else { "-" })
+}
+
+fn status(status: SandboxStatus) -> &'static str {
+    match status {
+        SandboxStatus::Creating => "creating",
+        SandboxStatus::Running => "running",
+        SandboxStatus::Paused => "paused",
+        SandboxStatus::Hibernated => "hibernated",
+        SandboxStatus::Stopped => "stopped",
+        SandboxStatus::Deleting => "deleting",
+        SandboxStatus::Failed => "failed",
+    }
+}
