@@ -26,3 +26,10 @@ pub struct Config {
     /// Machines that may exist at once.
     pub most_machines: usize,
 }
+
+impl Config {
+    pub(crate) fn database_url(&self) -> String {
+        let default = || format!("sqlite:{}", self.data_dir.join("atoll.sqlite").display());
+        self.database.clone().unwrap_or_else(default)
+    }
+}

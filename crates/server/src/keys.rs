@@ -73,17 +73,24 @@ impl Keys {
         clock: Clock,
         fixed: Option<String>,
     ) -> Result<(Self, Option<String>), Error> {
-        let known = Known::read(&db).await?;
-        let fixed = fixed.filter(|key| !key.is_empty()).map(|key| hash(&key));
-        let is_first = known.keys.is_empty() && fixed.is_none();
-        let keys =
-            Self { db, clock, fixed, known: RwLock::new(Arc::new(known)), reading: Mutex::new(()) };
-        if !is_first {
+        let keys = Self::load(db, clock, fixed).await?;
+        let has_none = keys.known.read().unwrap_or_else(PoisonError::into_inner).keys.is_empty();
+        if !has_none || keys.fixed.is_some() {
             return Ok((keys, None));
         }
         let request = CreateKey { label: Some("first key".to_owned()), ..CreateKey::default() };
         let first = keys.create(&AccountId::default_account(), request).await?;
         Ok((keys, Some(first.token)))
+    }
+
+    /// The keys there are, none made.
+    ///
+    /// # Errors
+    /// The rows cannot be read.
+    pub(crate) async fn load(db: Db, clock: Clock, fixed: Option<String>) -> Result<Self, Error> {
+        let known = Known::read(&db).await?;
+        let fixed = fixed.filter(|key| !key.is_empty()).map(|key| hash(&key));
+        Ok(Self { db, clock, fixed, known: RwLock::new(Arc::new(known)), reading: Mutex::new(()) })
     }
 
     /// # Errors
