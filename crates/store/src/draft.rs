@@ -3,7 +3,8 @@
 
 use std::{
     fs::{self, File},
-    io::ErrorKind,
+    io::{self, ErrorKind},
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
@@ -32,7 +33,8 @@ impl Draft {
         loop {
             let count = COUNT.fetch_add(1, Ordering::Relaxed);
             let path = temporary.join(format!("{kind}-{}-{count}", std::process::id()));
-            match fs::create_dir(&path) {
+            // Others, such as a machine's process, may enter but not list.
+            match fs::DirBuilder::new().mode(0o711).create(&path) {
                 Ok(()) => {
                     let lock = Lock::acquire_existing(&path, LOCK_DEADLINE)?;
                     return Ok(Self { path, temporary: temporary.to_owned(), _lock: lock });
@@ -46,6 +48,11 @@ impl Draft {
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    pub(crate) fn keep_others_out(&self) -> Result<()> {
+        fs::set_permissions(&self.path, fs::Permissions::from_mode(0o700))
+            .map_err(Error::io("set the mode of", &self.path))
     }
 
     /// Everything in the draft becomes visible as `target` at once. What was there before is replaced and removed.
@@ -91,16 +98,35 @@ pub(crate) fn discard(path: &Path, temporary: &Path) -> Result<()> {
     }
 }
 
-pub(crate) fn remove_all(path: &Path) -> std::io::Result<()> {
-    let metadata = match fs::symlink_metadata(path) {
-        Ok(metadata) => metadata,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    let result = if metadata.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+/// Does not follow links and stays on one file system: what is mounted below is an error, never emptied. Nothing there
+/// is fine.
+pub(crate) fn remove_all(path: &Path) -> io::Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_dir() => remove_directory(path, metadata.dev()),
+        Ok(_) => ignore_missing(fs::remove_file(path)),
+        Err(error) => ignore_missing(Err(error)),
+    }
+}
+
+fn remove_directory(path: &Path, device: u64) -> io::Result<()> {
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        if !entry.file_type()?.is_dir() {
+            ignore_missing(fs::remove_file(entry.path()))?;
+            continue;
+        }
+        if entry.metadata()?.dev() != device {
+            return Err(io::Error::new(ErrorKind::CrossesDevices, "something is mounted below"));
+        }
+        remove_directory(&entry.path(), device)?;
+    }
+    ignore_missing(fs::remove_dir(path))
+}
+
+fn ignore_missing(result: io::Result<()>) -> io::Result<()> {
     match result {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
+        Ok(()) | Err(_) => result,
     }
 }
 

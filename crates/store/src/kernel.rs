@@ -5,6 +5,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
     io::{BufReader, Read},
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -26,8 +27,8 @@ const LOCK_DEADLINE: Duration = Duration::from_secs(900);
 const NEEDED: [&str; 7] =
     ["virtio_pci", "virtio_blk", "virtio_net", "virtio_console", "virtio_rng", "vmgenid", "ext4"];
 /// What users' programs ask for: containers, tunnels, disk images.
-const USEFUL: [&str; 8] =
-    ["overlay", "fuse", "tun", "loop", "veth", "bridge", "nft_compat", "nft_masq"];
+const USEFUL: [&str; 9] =
+    ["overlay", "fuse", "tun", "loop", "veth", "bridge", "nft_chain_nat", "nft_masq", "nft_compat"];
 
 #[derive(Debug, Clone)]
 pub struct Kernel {
@@ -134,6 +135,9 @@ fn fetch(layout: &Layout, progress: Progress<'_>) -> Result<Kernel> {
     let path = draft.path().join("manifest.json");
     fs::write(&path, serde_json::to_vec_pretty(&manifest).expect("a manifest is plain data"))
         .map_err(Error::io("write", path))?;
+    // The machine's process, another user, reads the kernel by name.
+    fs::set_permissions(draft.path(), fs::Permissions::from_mode(0o755))
+        .map_err(Error::io("set the mode of", draft.path()))?;
     draft.publish(&layout.kernel(&digest))?;
 
     let pointer = Draft::create(&layout.cache_temporary(), "kernel-pointer")?;

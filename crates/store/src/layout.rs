@@ -22,6 +22,7 @@ impl Layout {
         for directory in [
             layout.data.clone(),
             layout.sandboxes(),
+            layout.machines(),
             layout.data_temporary(),
             layout.kernels(),
             layout.initramfs_directory(),
@@ -50,6 +51,20 @@ impl Layout {
 
     pub fn sandbox(&self, id: &SandboxId) -> PathBuf {
         self.sandboxes().join(id.to_string())
+    }
+
+    pub(crate) fn machines(&self) -> PathBuf {
+        self.data.join("machines")
+    }
+
+    /// Where the machine in this slot of the host has its sockets.
+    pub fn machine(&self, slot: u16) -> PathBuf {
+        self.machines().join(slot.to_string())
+    }
+
+    /// Which accelerator works on this host, once that was found out.
+    pub fn accelerator(&self) -> PathBuf {
+        self.data.join("accelerator")
     }
 
     /// Half-made things that end in `data`; on its file system, so that a rename can publish them.

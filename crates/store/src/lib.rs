@@ -4,14 +4,27 @@
 //! its final name by rename after `fsync`, so a process that dies at any instruction leaves the old state or the new
 //! one, and [`sweep`] removes the rest.
 
+pub mod bake;
+pub mod clone;
+mod debian;
 pub mod digest;
 mod draft;
 mod error;
+pub mod ext4;
 pub mod initramfs;
 pub mod kernel;
 pub mod layout;
 pub mod lock;
+pub mod machine_files;
+pub mod pool;
+pub mod recipe;
+pub mod sandbox_files;
+pub mod sweep;
+pub mod template;
 pub mod tool;
+mod tree;
+pub mod undo;
+mod unpack;
 
 pub use digest::Digest;
 pub use error::{Error, Result};

@@ -1,0 +1,145 @@
+//! ext4 images in files, through Debian's e2fsprogs. Images are sparse; every tool has a deadline.
+
+use std::{
+    fs::{File, OpenOptions},
+    path::Path,
+    time::Duration,
+};
+
+use crate::{Error, Result, tool::Tool};
+
+const MAKE_DEADLINE: Duration = Duration::from_secs(600);
+const CHECK_DEADLINE: Duration = Duration::from_secs(600);
+const RESIZE_DEADLINE: Duration = Duration::from_secs(900);
+const ASK_DEADLINE: Duration = Duration::from_secs(60);
+
+const MIB: u64 = 1 << 20;
+/// Room that ext4 itself and a little work need beside the files.
+const SPARE_MB: u64 = 64;
+
+/// Makes the file `image`. Its content is that of `tree`, with owners, modes, links and capabilities.
+pub fn make(image: &Path, size_mb: u64, label: &str, tree: Option<&Path>) -> Result<()> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .open(image)
+        .map_err(Error::io("create", image))?;
+    file.set_len(size_mb * MIB).map_err(Error::io("set the size of", image))?;
+    drop(file);
+    let mut tool = Tool::new("mke2fs", MAKE_DEADLINE)
+        .args(["-q", "-F", "-t", "ext4", "-m", "1", "-L", label])
+        // The file is new, so its blocks read as zeroes: nothing has to be written to make them so, here or later by
+        // the guest.
+        .args(["-E", "assume_storage_prezeroed=1"]);
+    if let Some(tree) = tree {
+        tool = tool.arg("-d").arg(tree);
+    }
+    tool.arg(image).run()?;
+    Ok(())
+}
+
+/// An error unless the file system is clean and consistent.
+pub fn check(image: &Path) -> Result<()> {
+    Tool::new("e2fsck", CHECK_DEADLINE).args(["-f", "-n"]).arg(image).run()?;
+    Ok(())
+}
+
+/// The smallest disk that holds the files of `image`, in MiB, with a little room.
+pub fn minimum_mb(image: &Path) -> Result<u64> {
+    let blocks =
+        number(&Tool::new("resize2fs", ASK_DEADLINE).arg("-P").arg(image).run()?.last_lines, ':')
+            .ok_or_else(|| damaged(image, "resize2fs did not tell its minimum"))?;
+    let listing = Tool::new("dumpe2fs", ASK_DEADLINE).arg("-h").arg(image);
+    let mut block_size = None;
+    listing.run_with(&mut |line| {
+        if let Some(size) = line.strip_prefix("Block size:") {
+            block_size = size.trim().parse::<u64>().ok();
+        }
+    })?;
+    let block_size =
+        block_size.ok_or_else(|| damaged(image, "dumpe2fs did not tell its block size"))?;
+    Ok((blocks * block_size).div_ceil(MIB) + SPARE_MB)
+}
+
+fn number(lines: &[String], after: char) -> Option<u64> {
+    lines.last()?.rsplit(after).next()?.trim().parse().ok()
+}
+
+fn damaged(image: &Path, reason: &str) -> Error {
+    Error::Damaged { path: image.to_owned(), reason: reason.to_owned() }
+}
+
+/// Makes the file system and its file smaller; nothing may use them.
+pub fn shrink(image: &Path, to_mb: u64) -> Result<()> {
+    let minimum_mb = minimum_mb(image)?;
+    if to_mb < minimum_mb {
+        return Err(Error::DiskTooSmall { wanted_mb: to_mb, minimum_mb });
+    }
+    // resize2fs insists on a fresh check. 1: errors were corrected, such as a journal that was replayed.
+    Tool::new("e2fsck", CHECK_DEADLINE).args(["-f", "-p"]).arg(image).accept(&[0, 1]).run()?;
+    Tool::new("resize2fs", RESIZE_DEADLINE).arg(image).arg(format!("{to_mb}M")).run()?;
+    let file = File::options().write(true).open(image).map_err(Error::io("open", image))?;
+    file.set_len(to_mb * MIB).map_err(Error::io("set the size of", image))?;
+    file.sync_all().map_err(Error::io("sync", image))
+}
+
+/// What [`make`] needs at least for files of that size.
+pub(crate) fn needed_mb(file_bytes: u64) -> u64 {
+    (file_bytes + file_bytes / 16).div_ceil(MIB) + SPARE_MB
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::fs::{MetadataExt, PermissionsExt, symlink},
+    };
+
+    use super::*;
+
+    #[test]
+    fn an_image_is_sparse_clean_and_holds_the_tree() {
+        let directory = tempfile::tempdir().unwrap();
+        let tree = directory.path().join("tree");
+        fs::create_dir(&tree).unwrap();
+        fs::write(tree.join("file"), b"content").unwrap();
+        fs::set_permissions(tree.join("file"), fs::Permissions::from_mode(0o4755)).unwrap();
+        symlink("/nowhere", tree.join("link")).unwrap();
+        let image = directory.path().join("image");
+        make(&image, 10_240, "test", Some(&tree)).unwrap();
+        check(&image).unwrap();
+        let metadata = image.metadata().unwrap();
+        assert_eq!(metadata.len(), 10 << 30);
+        assert!(metadata.blocks() * 512 < 32 << 20, "{} blocks", metadata.blocks());
+        let listing =
+            Tool::new("debugfs", ASK_DEADLINE).args(["-R", "ls -l /"]).arg(&image).run().unwrap();
+        assert!(
+            listing
+                .last_lines
+                .iter()
+                .any(|line| line.contains("104755") && line.ends_with(" file"))
+        );
+    }
+
+    #[test]
+    fn an_image_shrinks_to_what_its_files_need_and_no_further() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("image");
+        make(&image, 4096, "test", None).unwrap();
+        let minimum = minimum_mb(&image).unwrap();
+        assert!(
+            matches!(shrink(&image, minimum - 1), Err(Error::DiskTooSmall { minimum_mb, .. }) if minimum_mb == minimum)
+        );
+        shrink(&image, 512).unwrap();
+        assert_eq!(image.metadata().unwrap().len(), 512 << 20);
+        check(&image).unwrap();
+    }
+
+    #[test]
+    fn a_damaged_image_is_found() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("image");
+        fs::write(&image, vec![0; 1 << 20]).unwrap();
+        assert!(check(&image).is_err());
+    }
+}
