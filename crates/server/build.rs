@@ -23,7 +23,8 @@ fn main() {
     } else {
         build(&root, &target_directory(&out).join("agent"))
     };
-    fs::copy(&agent, out.join("atoll-agent")).unwrap_or_else(|error| panic!("copy {}: {error}", agent.display()));
+    fs::copy(&agent, out.join("atoll-agent"))
+        .unwrap_or_else(|error| panic!("copy {}: {error}", agent.display()));
 }
 
 /// The outer cargo's: `TARGET_DIR/[TRIPLE/]PROFILE/build/PACKAGE/out` is where this script writes.
@@ -38,13 +39,24 @@ fn build(root: &Path, target_directory: &Path) -> PathBuf {
     }
     let mut cargo = Command::new(env::var_os("CARGO").expect("cargo sets CARGO"));
     cargo
-        .args(["build", "--release", "--package", "agent", "--bin", "atoll-agent", "--target", TARGET])
+        .args([
+            "build",
+            "--release",
+            "--package",
+            "agent",
+            "--bin",
+            "atoll-agent",
+            "--target",
+            TARGET,
+        ])
         .arg("--target-dir")
         .arg(target_directory)
         .current_dir(root)
         .env("CARGO_PROFILE_RELEASE_STRIP", "symbols");
     // What the outer cargo was told about its own build (clippy's wrapper, flags, coverage) is not meant for the agent.
-    for outer in ["RUSTC_WRAPPER", "RUSTC_WORKSPACE_WRAPPER", "CARGO_BUILD_TARGET", "CARGO_TARGET_DIR"] {
+    for outer in
+        ["RUSTC_WRAPPER", "RUSTC_WORKSPACE_WRAPPER", "CARGO_BUILD_TARGET", "CARGO_TARGET_DIR"]
+    {
         cargo.env_remove(outer);
     }
     cargo.env_remove("CARGO_ENCODED_RUSTFLAGS").env("RUSTFLAGS", STATIC);

@@ -387,9 +387,8 @@ impl Prepared {
         self.started.parts().0.pid()
     }
 
-    /// Waits for the end of the process, which nobody asked for.
-    pub fn exited(&self) -> impl Future<Output = Error> + Send + use<> {
-        self.started.parts().0.ended()
+    pub fn has_exited(&self) -> bool {
+        self.started.parts().0.has_ended()
     }
 
     /// Loads a saved state. The machine is paused then; the lock on its disk is only taken by [`Machine::resume`].

@@ -19,6 +19,6 @@ pub use error::{Error, Result};
 pub use guest::Guest;
 pub use hypervisor::{Boot, Hypervisor, Place, Prepared};
 pub use leftover::kill_all_of;
-pub use machine::Machine;
+pub use machine::{Ended, Machine};
 pub use spec::{Accelerator, MachineSpec, Shape};
 pub use tap::Tap;

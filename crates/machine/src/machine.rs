@@ -25,6 +25,16 @@ const SAVED_SET: u32 = 3;
 /// Saving stops the machine, and that flushes its disks.
 const SAVE: Duration = Duration::from_secs(60);
 
+/// QEMU leaves so when its guest powered off, or rebooted under `-no-reboot`.
+const CLEAN_EXIT: &str = "status 0";
+
+/// How a machine ended by itself.
+#[derive(Debug)]
+pub enum Ended {
+    PoweredOff,
+    Died { reason: String },
+}
+
 #[derive(Debug)]
 pub struct Machine {
     process: Process,
@@ -63,9 +73,15 @@ impl Machine {
         self.process.pid()
     }
 
-    /// Waits for the end of the process; what it resolves to says how it ended.
-    pub fn exited(&self) -> impl Future<Output = Error> + Send + use<> {
-        self.process.ended()
+    /// Waits for the end of the process, which nobody here asked for.
+    pub fn exited(&self) -> impl Future<Output = Ended> + Send + use<> {
+        let ended = self.process.ended();
+        async move {
+            match ended.await {
+                Error::Exited { status, .. } if status == CLEAN_EXIT => Ended::PoweredOff,
+                other => Ended::Died { reason: other.to_string() },
+            }
+        }
     }
 
     pub fn has_exited(&self) -> bool {

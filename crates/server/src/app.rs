@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::{Config, Error, clock::Clock, db::Db, keys::Keys, metrics::Metrics, sandbox::Sandboxes, template::Templates};
+use crate::{
+    Config, clock::Clock, db::Db, keys::Keys, metrics::Metrics, sandbox::Sandboxes,
+    template::Templates,
+};
 
 pub struct App {
     pub config: Config,

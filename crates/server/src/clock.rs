@@ -31,10 +31,17 @@ impl Clock {
     }
 
     /// Milliseconds since 1970.
-    #[expect(clippy::disallowed_methods, reason = "the one place that asks the host for the time of day")]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the one place that asks the host for the time of day"
+    )]
     pub fn now_ms(&self) -> i64 {
         self.held.as_ref().map_or_else(
-            || SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX)),
+            || {
+                SystemTime::now()
+                    .duration_since(UNIX_EPOCH)
+                    .map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
+            },
             |held| held.load(Ordering::SeqCst),
         )
     }
@@ -42,5 +49,6 @@ impl Clock {
 
 /// A time of the database as one of the API.
 pub fn from_ms(milliseconds: i64) -> OffsetDateTime {
-    OffsetDateTime::from_unix_timestamp_nanos(i128::from(milliseconds) * 1_000_000).unwrap_or(OffsetDateTime::UNIX_EPOCH)
+    OffsetDateTime::from_unix_timestamp_nanos(i128::from(milliseconds) * 1_000_000)
+        .unwrap_or(OffsetDateTime::UNIX_EPOCH)
 }

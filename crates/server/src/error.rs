@@ -49,6 +49,43 @@ impl Error {
         }
     }
 
+    /// Of the store, where the request's own input is not at fault.
+    pub fn from_store(error: store::Error) -> Self {
+        if error.is_no_space() {
+            let message =
+                "the host's disk is full; delete sandboxes or templates, or try again later";
+            return Self::new(ErrorCode::CapacityExceeded, message).because(error);
+        }
+        Self::internal(error)
+    }
+
+    /// Of a template's build: what the recipe or the archive is to blame for is told.
+    pub fn from_build(error: store::Error) -> Self {
+        match error {
+            store::Error::InvalidRecipe { .. }
+            | store::Error::InvalidArchive { .. }
+            | store::Error::DiskTooSmall { .. } => Self::invalid(error.to_string()),
+            // Its output names what could not be had, such as an unknown package.
+            store::Error::ToolFailed { ref output, .. } => {
+                let message = format!("the build failed: {}", output.trim());
+                Self::invalid(message).because(error)
+            }
+            store::Error::Io { .. }
+            | store::Error::ToolMissing { .. }
+            | store::Error::ToolTimedOut { .. }
+            | store::Error::NotFound { .. }
+            | store::Error::Locked { .. }
+            | store::Error::Damaged { .. }
+            | store::Error::KernelIncomplete { .. } => Self::from_store(error),
+        }
+    }
+
+    /// Told to the person who starts the server, so all of it.
+    pub fn from_start(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        let error = error.into();
+        Self::new(ErrorCode::Internal, crate::shared_work::chain(&*error)).because(error)
+    }
+
     #[must_use]
     pub fn because(mut self, source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         self.source = Some(source.into());

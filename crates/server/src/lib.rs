@@ -1,16 +1,24 @@
 //! The server: an HTTP API in front of sandboxes, their lifecycle, and the rows that remember them.
 
+mod agent_binary;
 pub mod app;
 pub mod clock;
 pub mod config;
 mod db;
 pub mod error;
 pub mod http;
+mod instance;
 pub mod keys;
+mod local_key;
 mod metrics;
+mod run;
 pub mod sandbox;
+mod shared_work;
 pub mod template;
 
+pub use agent_binary::AGENT;
 pub use app::App;
 pub use config::Config;
 pub use error::Error;
+pub use local_key::create_key;
+pub use run::{prepare, run};

@@ -12,7 +12,8 @@ use crate::{Config, Error, clock::Clock, db::Db, keys::Keys};
 pub async fn create_key(config: &Config, request: CreateKey) -> Result<NewKey, Error> {
     Layout::create(&config.data_dir, &config.cache_dir).map_err(Error::internal)?;
     let db = Db::connect(&config.database_url()).await.map_err(|source| {
-        Error::new(ErrorCode::InvalidRequest, "cannot open the database; check --database").because(source)
+        Error::new(ErrorCode::InvalidRequest, "cannot open the database; check --database")
+            .because(source)
     })?;
     let keys = Keys::load(db.clone(), Clock::default(), None).await?;
     let new = keys.create(&AccountId::default_account(), request).await;

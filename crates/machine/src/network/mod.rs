@@ -183,7 +183,7 @@ impl Networks {
     }
 
     /// Removes the host's rules. Machines that still run would be without them: sweep first.
-    pub async fn close(self) -> Result<(), Error> {
+    pub async fn close(&self) -> Result<(), Error> {
         command::run(Program::Nft, &rules::host_table_removal(self.instance)).await?;
         Ok(())
     }

@@ -21,7 +21,9 @@ mod upload;
 use std::sync::Arc;
 
 use axum::{Router, extract::DefaultBodyLimit, middleware};
-use utoipa::openapi::{OpenApi, RefOr, Response, content::ContentBuilder, path::Operation, schema::Ref, security};
+use utoipa::openapi::{
+    OpenApi, RefOr, Response, content::ContentBuilder, path::Operation, schema::Ref, security,
+};
 use utoipa_axum::{
     router::{OpenApiRouter, UtoipaMethodRouter},
     routes,
@@ -90,15 +92,23 @@ pub fn openapi() -> OpenApi {
     let components = document.components.get_or_insert_default();
     let bearer = security::Http::new(security::HttpAuthScheme::Bearer);
     components.add_security_scheme("key", security::SecurityScheme::Http(bearer));
-    let (name, schema) = (<api::ErrorBody as utoipa::ToSchema>::name(), <api::ErrorBody as utoipa::PartialSchema>::schema());
+    let (name, schema) = (
+        <api::ErrorBody as utoipa::ToSchema>::name(),
+        <api::ErrorBody as utoipa::PartialSchema>::schema(),
+    );
     components.schemas.insert(name.into_owned(), schema);
-    let (name, schema) = (<api::ErrorCode as utoipa::ToSchema>::name(), <api::ErrorCode as utoipa::PartialSchema>::schema());
+    let (name, schema) = (
+        <api::ErrorCode as utoipa::ToSchema>::name(),
+        <api::ErrorCode as utoipa::PartialSchema>::schema(),
+    );
     components.schemas.insert(name.into_owned(), schema);
     document
 }
 
 fn operations(item: &mut utoipa::openapi::PathItem) -> impl Iterator<Item = &mut Operation> {
-    [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch].into_iter().filter_map(Option::as_mut)
+    [&mut item.get, &mut item.put, &mut item.post, &mut item.delete, &mut item.patch]
+        .into_iter()
+        .filter_map(Option::as_mut)
 }
 
 /// What is the same for all: refusals, and the key.
@@ -135,5 +145,8 @@ async fn unknown_route() -> Error {
 }
 
 async fn unknown_method() -> Error {
-    Error::new(api::ErrorCode::MethodNotAllowed, "this route does not have that method; GET /openapi.json has all of them")
+    Error::new(
+        api::ErrorCode::MethodNotAllowed,
+        "this route does not have that method; GET /openapi.json has all of them",
+    )
 }

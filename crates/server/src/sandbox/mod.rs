@@ -1,18 +1,74 @@
 //! Sandboxes: who has which, what they are to become, and the way there.
+//!
+//! A request only sets a row's target; the sandbox's own driver takes the steps. The rules are in [`state`].
 
+mod bake;
+mod create;
+mod driver;
 mod exec;
+mod expiry;
 mod files;
 mod logs;
+mod pool;
+mod recovery;
+mod registry;
+mod site;
+mod state;
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use api::{AccountId, CreateSandbox, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
+use api::{AccountId, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
 use machine::guest::Guest;
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-pub use self::{exec::ExecWatch, files::FileContent, logs::Logs};
-use crate::Error;
+pub(crate) use self::{
+    bake::{Bakes, Size},
+    create::{DEFAULT_TEMPLATE, check_environment},
+    pool::Pool,
+    registry::Registry,
+    site::{Sites, Slots},
+    state::{State, Target},
+};
+use self::{create::ttl_of, registry::locked, state::Wish};
+pub use self::{
+    exec::{ExecEvent, ExecWatch},
+    files::{DirEntries, FileContent, Read, Written, too_large},
+    logs::{Line, LogReader, Logs, Output},
+};
+use crate::{Error, clock::Clock, db::Db, template::Templates};
 
-pub struct Sandboxes {}
+/// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
+const DELETE_DEADLINE: Duration = Duration::from_secs(60);
+/// Restores at once: each keeps a core busy.
+const MOST_STARTS: usize = 16;
+/// A list's page, when the client names no size, is everything; named, it is at most this.
+const LONGEST_PAGE: usize = 1000;
+
+pub struct Sandboxes {
+    db: Db,
+    clock: Clock,
+    default_ttl: Duration,
+    registry: Registry,
+    templates: Arc<Templates>,
+    bakes: Arc<Bakes>,
+    pool: Arc<Pool>,
+    sites: Sites,
+    starts: Semaphore,
+    most: usize,
+    tasks: TaskTracker,
+    closed: CancellationToken,
+}
+
+/// What sandboxes are made from and kept in.
+pub(crate) struct Parts {
+    pub(crate) db: Db,
+    pub(crate) clock: Clock,
+    pub(crate) templates: Arc<Templates>,
+    pub(crate) bakes: Arc<Bakes>,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) sites: Sites,
+}
 
 /// A list's filter.
 #[derive(Debug, Default)]
@@ -33,13 +89,206 @@ pub struct Running {
 }
 
 impl Sandboxes {
-    pub async fn create(&self, account: &AccountId, request: CreateSandbox) -> Result<Sandbox, Error> { todo!() }
-    pub fn get(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> { todo!() }
+    pub(crate) fn new(parts: Parts, config: &crate::Config) -> Arc<Self> {
+        Arc::new(Self {
+            db: parts.db,
+            clock: parts.clock,
+            default_ttl: config.default_ttl,
+            registry: Registry::default(),
+            templates: parts.templates,
+            bakes: parts.bakes,
+            pool: parts.pool,
+            sites: parts.sites,
+            starts: Semaphore::new(MOST_STARTS),
+            most: config.most_machines,
+            tasks: TaskTracker::new(),
+            closed: CancellationToken::new(),
+        })
+    }
+
+    pub(crate) fn accelerator_name(&self) -> String {
+        self.bakes.accelerator().to_string()
+    }
+
+    /// # Errors
+    /// 404 when it is not theirs or gone.
+    pub fn get(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> {
+        let entry = self.registry.find(account, id)?;
+        Ok(entry.shown(&self.accelerator_name(), self.clock.now_ms()))
+    }
+
     /// Newest first, and the next cursor when there is more.
-    pub fn list(&self, account: &AccountId, filter: &Filter) -> Result<(Vec<Sandbox>, Option<String>), Error> { todo!() }
-    pub async fn delete(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> { todo!() }
-    pub fn lifecycle(&self, account: &AccountId, id: &SandboxId) -> Result<Lifecycle, Error> { todo!() }
-    pub async fn update_lifecycle(&self, account: &AccountId, id: &SandboxId, update: UpdateLifecycle) -> Result<Lifecycle, Error> { todo!() }
+    ///
+    /// # Errors
+    /// 400 for a cursor that no list gave out.
+    pub fn list(
+        &self,
+        account: &AccountId,
+        filter: &Filter,
+    ) -> Result<(Vec<Sandbox>, Option<String>), Error> {
+        let after = filter.cursor.as_deref().map(parse_cursor).transpose()?;
+        let (accelerator, now) = (self.accelerator_name(), self.clock.now_ms());
+        let mut found: Vec<((i64, SandboxId), Sandbox)> = self
+            .registry
+            .all()
+            .into_iter()
+            .filter(|entry| entry.look(|row| row.account == *account))
+            .map(|entry| {
+                (entry.look(|row| (row.created_at, row.id)), entry.shown(&accelerator, now))
+            })
+            .filter(|(place, sandbox)| {
+                after.as_ref().is_none_or(|after| place < after)
+                    && filter.status.is_none_or(|status| sandbox.status == status)
+                    && filter
+                        .metadata
+                        .iter()
+                        .all(|(key, value)| sandbox.metadata.get(key) == Some(value))
+            })
+            .collect();
+        found.sort_unstable_by(|(left, _), (right, _)| right.cmp(left));
+        let limit = filter.limit.map_or(usize::MAX, |limit| limit.min(LONGEST_PAGE));
+        let next = (found.len() > limit)
+            .then(|| found[limit - 1].0)
+            .map(|(created, id)| format!("{created}.{id}"));
+        found.truncate(limit);
+        Ok((found.into_iter().map(|(_, sandbox)| sandbox).collect(), next))
+    }
+
+    /// Idempotent while it goes on: whoever asks again waits for the same end.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone.
+    pub async fn delete(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> {
+        let entry = self.registry.find(account, id)?;
+        entry.accept(Wish::Delete, self.clock.now_ms())?;
+        self.set_deleted(&entry).await?;
+        let mut removed = entry.removed.subscribe();
+        match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(_)) => Err(Error::internal("the sandbox's driver ended")),
+            Err(_) => Err(Error::busy("the sandbox is being deleted and will be gone shortly", 5)),
+        }
+    }
+
+    /// Written before it is done, so that a server that dies now goes on with it.
+    async fn set_deleted(&self, entry: &registry::Entry) -> Result<(), Error> {
+        if entry.look(|row| row.target) != Target::Deleted {
+            entry.change(|row| row.target = Target::Deleted);
+            entry.target_changed.notify_one();
+            self.db.update_sandbox(&entry.row()).await?;
+        }
+        Ok(())
+    }
+
+    /// # Errors
+    /// 404 when it is not theirs or gone.
+    pub fn lifecycle(&self, account: &AccountId, id: &SandboxId) -> Result<Lifecycle, Error> {
+        let sandbox = self.get(account, id)?;
+        Ok(Lifecycle {
+            status: sandbox.status,
+            persistent: sandbox.persistent,
+            ttl_seconds: sandbox.ttl_seconds,
+            expires_at: sandbox.expires_at,
+        })
+    }
+
+    /// The time to live starts again.
+    ///
+    /// # Errors
+    /// 400 names the bad field; 404 when it is not theirs or gone.
+    pub async fn update_lifecycle(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+        update: UpdateLifecycle,
+    ) -> Result<Lifecycle, Error> {
+        let entry = self.registry.find(account, id)?;
+        let now = self.clock.now_ms();
+        entry.accept(Wish::Change, now)?;
+        let ttl = match ttl_of(update.ttl_seconds, update.persistent)? {
+            Some(ttl) => Some(ttl),
+            // No longer persistent, with no word on how long.
+            None if update.persistent == Some(false)
+                && entry.look(|row| row.ttl_seconds.is_none()) =>
+            {
+                Some(Some(self.default_ttl.as_secs()))
+            }
+            None => None,
+        };
+        if let Some(ttl) = ttl {
+            entry.change(|row| {
+                row.ttl_seconds = ttl;
+                row.expires_at =
+                    ttl.map(|ttl| now.saturating_add_unsigned(ttl.saturating_mul(1000)));
+            });
+            self.db.update_sandbox(&entry.row()).await?;
+        }
+        self.lifecycle(account, id)
+    }
+
+    /// # Errors
     /// 404 when it is not theirs, gone, or expired; 409 or 503 when it is not running, with the way out.
-    pub fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> { todo!() }
+    pub fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
+        let entry = self.registry.find(account, id)?;
+        entry.accept(Wish::Inside, self.clock.now_ms())?;
+        let guest = locked(&entry.inside)
+            .as_ref()
+            .map(|inside| inside.guest.clone())
+            .ok_or_else(registry::not_found)?;
+        Ok(Running {
+            guest,
+            environment: Arc::new(entry.look(|row| row.environment.clone())),
+            logs: Arc::clone(&entry.logs),
+        })
+    }
+
+    /// Room for one more, and a turn to start it.
+    async fn admit(&self, patience: Duration) -> Result<SemaphorePermit<'_>, Error> {
+        let full = || {
+            Error::busy(
+                "the host runs as many sandboxes as it is set to; delete some, or try again shortly",
+                5,
+            )
+        };
+        if self.registry.len() >= self.most {
+            return Err(full());
+        }
+        match tokio::time::timeout(patience, self.starts.acquire()).await {
+            Ok(Ok(permit)) => Ok(permit),
+            Ok(Err(_)) | Err(_) => Err(full()),
+        }
+    }
+
+    /// How many there are in each state, for the metrics.
+    pub fn count_by_status(&self) -> BTreeMap<&'static str, usize> {
+        let mut counts = BTreeMap::new();
+        for entry in self.registry.all() {
+            *counts.entry(entry.look(|row| row.state.name())).or_default() += 1;
+        }
+        counts
+    }
+
+    /// Whether any would be left without a server.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.registry.len() == 0
+    }
+
+    /// How many machines stand ready, for the metrics.
+    pub fn ready_machines(&self) -> usize {
+        self.pool.len()
+    }
+
+    /// Ends what this server does beside its requests. Running sandboxes go on without it.
+    pub async fn close(&self) {
+        self.closed.cancel();
+        self.pool.close();
+        self.tasks.close();
+        self.tasks.wait().await;
+    }
+}
+
+fn parse_cursor(text: &str) -> Result<(i64, SandboxId), Error> {
+    let unknown = || Error::invalid("`cursor` must be one that a list gave in `X-Next-Cursor`");
+    let (created, id) = text.split_once('.').ok_or_else(unknown)?;
+    Ok((created.parse().map_err(|_| unknown())?, id.parse().map_err(|_| unknown())?))
 }

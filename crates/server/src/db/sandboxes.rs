@@ -1,0 +1,139 @@
+//! Rows of sandboxes.
+
+use std::collections::BTreeMap;
+
+use api::{AccountId, SandboxId, TemplateName};
+use sqlx::{Row as _, any::AnyRow};
+
+use super::Db;
+use crate::{
+    Error,
+    sandbox::{State, Target},
+};
+
+/// Everything that is remembered of a sandbox. Times are milliseconds since 1970.
+#[derive(Clone)]
+pub(crate) struct SandboxRow {
+    pub(crate) id: SandboxId,
+    pub(crate) account: AccountId,
+    pub(crate) template: TemplateName,
+    /// The bake its machine was restored from; decides whether a running one can be found again.
+    pub(crate) bake: String,
+    pub(crate) cpu: u32,
+    pub(crate) memory_mb: u64,
+    pub(crate) disk_mb: u64,
+    pub(crate) state: State,
+    pub(crate) target: Target,
+    pub(crate) metadata: BTreeMap<String, String>,
+    pub(crate) environment: BTreeMap<String, String>,
+    pub(crate) created_at: i64,
+    pub(crate) ttl_seconds: Option<u64>,
+    pub(crate) expires_at: Option<i64>,
+    /// Which of the host's slots (namespace, uid, directory) its machine has.
+    pub(crate) slot: Option<u16>,
+    pub(crate) boot_ms: u64,
+    pub(crate) error: Option<String>,
+}
+
+const COLUMNS: &str = "id, account, template, bake, cpu, memory_mb, disk_mb, state, target, metadata, environment, \
+     created_at, ttl_seconds, expires_at, slot, boot_ms, error";
+
+impl Db {
+    pub(crate) async fn insert_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
+        sqlx::query(&format!(
+            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)"
+        ))
+        .bind(row.id.to_string())
+        .bind(row.account.as_str())
+        .bind(row.template.as_str())
+        .bind(&row.bake)
+        .bind(i64::from(row.cpu))
+        .bind(signed(row.memory_mb))
+        .bind(signed(row.disk_mb))
+        .bind(row.state.name())
+        .bind(row.target.name())
+        .bind(json(&row.metadata))
+        .bind(json(&row.environment))
+        .bind(row.created_at)
+        .bind(row.ttl_seconds.map(signed))
+        .bind(row.expires_at)
+        .bind(row.slot.map(i64::from))
+        .bind(signed(row.boot_ms))
+        .bind(&row.error)
+        .execute(self.pool())
+        .await?;
+        Ok(())
+    }
+
+    /// Writes what changes in a sandbox's life.
+    pub(crate) async fn update_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
+        sqlx::query(
+            "UPDATE sandboxes SET state = $2, target = $3, metadata = $4, ttl_seconds = $5, expires_at = $6, slot = $7, \
+             boot_ms = $8, error = $9 WHERE id = $1",
+        )
+        .bind(row.id.to_string())
+        .bind(row.state.name())
+        .bind(row.target.name())
+        .bind(json(&row.metadata))
+        .bind(row.ttl_seconds.map(signed))
+        .bind(row.expires_at)
+        .bind(row.slot.map(i64::from))
+        .bind(signed(row.boot_ms))
+        .bind(&row.error)
+        .execute(self.pool())
+        .await?;
+        Ok(())
+    }
+
+    /// Idempotent.
+    pub(crate) async fn delete_sandbox(&self, id: &SandboxId) -> Result<(), Error> {
+        sqlx::query("DELETE FROM sandboxes WHERE id = $1")
+            .bind(id.to_string())
+            .execute(self.pool())
+            .await?;
+        Ok(())
+    }
+
+    pub(crate) async fn all_sandboxes(&self) -> Result<Vec<SandboxRow>, Error> {
+        let rows =
+            sqlx::query(&format!("SELECT {COLUMNS} FROM sandboxes")).fetch_all(self.pool()).await?;
+        rows.iter().map(from_row).collect()
+    }
+}
+
+fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
+    let text = |column: &str| row.try_get::<String, _>(column);
+    let number = |column: &str| row.try_get::<i64, _>(column);
+    let maybe = |column: &str| row.try_get::<Option<i64>, _>(column);
+    let unread =
+        |what: &str| Error::internal(format!("a row of sandboxes has an unreadable {what}"));
+    Ok(SandboxRow {
+        id: text("id")?.parse().map_err(|_| unread("id"))?,
+        account: text("account")?.parse().map_err(|_| unread("account"))?,
+        template: text("template")?.parse().map_err(|_| unread("template"))?,
+        bake: text("bake")?,
+        cpu: u32::try_from(number("cpu")?).map_err(|_| unread("cpu"))?,
+        memory_mb: number("memory_mb")?.unsigned_abs(),
+        disk_mb: number("disk_mb")?.unsigned_abs(),
+        state: State::from_name(&text("state")?).ok_or_else(|| unread("state"))?,
+        target: Target::from_name(&text("target")?).ok_or_else(|| unread("target"))?,
+        metadata: serde_json::from_str(&text("metadata")?).map_err(|_| unread("metadata"))?,
+        environment: serde_json::from_str(&text("environment")?)
+            .map_err(|_| unread("environment"))?,
+        created_at: number("created_at")?,
+        ttl_seconds: maybe("ttl_seconds")?.map(i64::unsigned_abs),
+        expires_at: maybe("expires_at")?,
+        slot: maybe("slot")?.and_then(|slot| u16::try_from(slot).ok()),
+        boot_ms: number("boot_ms")?.unsigned_abs(),
+        error: row.try_get("error")?,
+    })
+}
+
+fn json(map: &BTreeMap<String, String>) -> String {
+    serde_json::to_string(map).expect("a map of strings is JSON")
+}
+
+/// SQL's integers are signed; ours stay far below the limit.
+fn signed(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}

@@ -1,0 +1,140 @@
+//! Which server of this host a data directory belongs to: uids, addresses, namespaces and tables carry its number.
+
+use std::{
+    fs::{File, OpenOptions},
+    io::{ErrorKind, Read, Seek, Write},
+    path::{Path, PathBuf},
+};
+
+use rand::Rng;
+use rustix::fs::{FlockOperation, flock};
+
+const NUMBERS: u16 = 1024;
+const CLAIMS: &str = "/run/atoll";
+const TRIES: usize = 4096;
+
+/// Held while the server runs; the locks go with the process, however it ends.
+pub(crate) struct Instance {
+    pub(crate) number: u16,
+    _data: File,
+    _claim: File,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Error {
+    #[error("another server uses the data directory {path}; stop it, or name another with --data-dir", path = .path.display())]
+    DataInUse { path: PathBuf },
+    #[error("all {NUMBERS} instance numbers of this host are in use")]
+    Exhausted,
+    #[error("claim an instance number at {path}", path = .path.display())]
+    Io { path: PathBuf, source: std::io::Error },
+}
+
+impl Instance {
+    /// The number in the data directory if it is free on this host, else a new one, written there. A data directory
+    /// whose number another one holds has been copied: nothing that carries the number is its own.
+    pub(crate) fn claim(data: &Path) -> Result<Self, Error> {
+        Self::claim_in(data, Path::new(CLAIMS))
+    }
+
+    fn claim_in(data: &Path, claims: &Path) -> Result<Self, Error> {
+        let path = data.join("instance");
+        let at = |path: &Path| {
+            let path = path.to_owned();
+            move |source| Error::Io { path, source }
+        };
+        let mut file = open(&path).map_err(at(&path))?;
+        if !try_lock(&file).map_err(at(&path))? {
+            return Err(Error::DataInUse { path: data.to_owned() });
+        }
+        std::fs::create_dir_all(claims).map_err(at(claims))?;
+        let mut text = String::new();
+        file.read_to_string(&mut text).map_err(at(&path))?;
+        let written = text.trim().parse().ok().filter(|number| *number < NUMBERS);
+        let mut random = rand::rng();
+        let tries =
+            written.into_iter().chain(std::iter::repeat_with(|| random.random_range(0..NUMBERS)));
+        for number in tries.take(TRIES) {
+            let claim_path = claims.join(format!("instance-{number}"));
+            let claim = open(&claim_path).map_err(at(&claim_path))?;
+            if !try_lock(&claim).map_err(at(&claim_path))? {
+                continue;
+            }
+            // A number stays with the directory that had it, also while no server of it runs.
+            if written != Some(number)
+                && owner(&claim_path).is_some_and(|owner| owner != data && owner.exists())
+            {
+                continue;
+            }
+            std::fs::write(&claim_path, data.as_os_str().as_encoded_bytes())
+                .map_err(at(&claim_path))?;
+            file.rewind().and_then(|()| file.set_len(0)).map_err(at(&path))?;
+            writeln!(file, "{number}").and_then(|()| file.sync_all()).map_err(at(&path))?;
+            return Ok(Self { number, _data: file, _claim: claim });
+        }
+        Err(Error::Exhausted)
+    }
+}
+
+fn open(path: &Path) -> std::io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
+}
+
+fn owner(claim: &Path) -> Option<PathBuf> {
+    std::fs::read_to_string(claim).ok().filter(|text| !text.is_empty()).map(PathBuf::from)
+}
+
+fn try_lock(file: &File) -> std::io::Result<bool> {
+    match flock(file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(error) if std::io::Error::from(error).kind() == ErrorKind::WouldBlock => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_data_directory_has_one_server_at_a_time_and_keeps_its_number() {
+        let (data, claims) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let first = Instance::claim_in(data.path(), claims.path()).unwrap();
+        assert!(matches!(
+            Instance::claim_in(data.path(), claims.path()),
+            Err(Error::DataInUse { .. })
+        ));
+        let number = first.number;
+        drop(first);
+        assert_eq!(Instance::claim_in(data.path(), claims.path()).unwrap().number, number);
+    }
+
+    #[test]
+    fn two_servers_never_have_the_same_number() {
+        let claims = tempfile::tempdir().unwrap();
+        let servers: Vec<_> = (0..100)
+            .map(|_| {
+                let data = tempfile::tempdir().unwrap();
+                let instance = Instance::claim_in(data.path(), claims.path()).unwrap();
+                (data, instance)
+            })
+            .collect();
+        let mut numbers: Vec<_> = servers.iter().map(|(_, instance)| instance.number).collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        assert_eq!(numbers.len(), servers.len());
+    }
+
+    #[test]
+    fn a_copied_data_directory_gets_a_number_of_its_own_while_the_first_runs() {
+        let (data, copy, claims) = (
+            tempfile::tempdir().unwrap(),
+            tempfile::tempdir().unwrap(),
+            tempfile::tempdir().unwrap(),
+        );
+        let first = Instance::claim_in(data.path(), claims.path()).unwrap();
+        std::fs::copy(data.path().join("instance"), copy.path().join("instance")).unwrap();
+        let second = Instance::claim_in(copy.path(), claims.path()).unwrap();
+        assert_ne!(first.number, second.number);
+    }
+}

@@ -1,0 +1,245 @@
+//! From settings to a server that answers, and the set-up that can be done before.
+
+use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
+
+use api::{AccountId, ErrorCode};
+use machine::{
+    Hypervisor, Shape,
+    network::{NetworkConfig, Networks},
+};
+use store::Layout;
+use tokio::net::TcpListener;
+
+use crate::{
+    AGENT, App, Config, Error,
+    clock::Clock,
+    db::Db,
+    instance::Instance,
+    keys::Keys,
+    metrics::Metrics,
+    sandbox::{Bakes, DEFAULT_TEMPLATE, Parts, Pool, Sandboxes, Sites, Size, Slots},
+    template::Templates,
+};
+
+/// Of the set-up, where nobody's request waits.
+const SET_UP_PATIENCE: Duration = Duration::from_secs(1800);
+
+/// Baked ahead beside each template's own size: the machines dialect's default.
+const SMALL: Shape = Shape { cpus: 1, memory_mib: 1024 };
+
+/// What a server holds for as long as it lives.
+struct Ground {
+    instance: Instance,
+    db: Db,
+    networks: Arc<Networks>,
+    templates: Arc<Templates>,
+    bakes: Arc<Bakes>,
+    sites: Sites,
+    hypervisor: Hypervisor,
+    clock: Clock,
+}
+
+/// What is to become of the host's packet filter rules: sandboxes that go on need theirs.
+#[derive(Clone, Copy)]
+enum Walls {
+    Keep,
+    Remove,
+}
+
+/// Serves until `shutdown` resolves. Running sandboxes go on afterwards, for the next server of the data directory.
+///
+/// `ready` is called once with the address, and with the first key where none existed before.
+///
+/// # Errors
+/// What keeps it from starting, with the way out.
+pub async fn run(
+    config: Config,
+    ready: impl FnOnce(SocketAddr, Option<String>),
+    shutdown: impl Future<Output = ()> + Send + 'static,
+) -> Result<(), Error> {
+    let listener = TcpListener::bind(config.listen).await.map_err(|source| {
+        refuse(format!(
+            "cannot listen on {}: {source}; name another address with --listen",
+            config.listen
+        ))
+    })?;
+    let address = listener.local_addr().map_err(Error::internal)?;
+    let ground = Ground::lay(&config, &mut |line| tracing::info!("{line}")).await?;
+    let pool = Pool::new(ground.hypervisor.clone(), ground.sites.clone(), config.ready_machines);
+    let parts = Parts {
+        db: ground.db.clone(),
+        clock: ground.clock.clone(),
+        templates: Arc::clone(&ground.templates),
+        bakes: Arc::clone(&ground.bakes),
+        pool: Arc::clone(&pool),
+        sites: ground.sites.clone(),
+    };
+    let sandboxes = Sandboxes::new(parts, &config);
+    sandboxes.recover().await?;
+    let (keys, first_key) =
+        Keys::open(ground.db.clone(), ground.clock.clone(), config.api_key.clone()).await?;
+    let app = Arc::new(App {
+        config,
+        clock: ground.clock.clone(),
+        keys,
+        metrics: Arc::new(Metrics::new()),
+        sandboxes: Arc::clone(&sandboxes),
+        templates: Arc::clone(&ground.templates),
+        db: ground.db.clone(),
+    });
+    let warm_up = tokio::spawn(keep_defaults_ready(
+        Arc::clone(&ground.templates),
+        Arc::clone(&ground.bakes),
+        pool,
+    ));
+    ready(address, first_key);
+    crate::http::serve(app, listener, shutdown).await;
+    warm_up.abort();
+    sandboxes.close().await;
+    let walls = if sandboxes.is_empty() { Walls::Remove } else { Walls::Keep };
+    ground.close(walls).await
+}
+
+/// Everything that a first start would have to make, with a line for each step: kernel, templates, their default sizes.
+///
+/// # Errors
+/// What is missing, with the way out.
+pub async fn prepare(
+    config: &Config,
+    progress: &mut (dyn FnMut(&str) + Send),
+) -> Result<(), Error> {
+    let ground = Ground::lay(config, progress).await?;
+    let done = bake_defaults(&ground, progress).await;
+    done.and(ground.close(Walls::Remove).await)
+}
+
+async fn bake_defaults(
+    ground: &Ground,
+    progress: &mut (dyn FnMut(&str) + Send),
+) -> Result<(), Error> {
+    for name in ground.templates.built_in_names() {
+        progress(&format!("template {name}"));
+        let (lines, mut received) = tokio::sync::mpsc::unbounded_channel();
+        let building = ground.templates.prepare(&name, move |line| {
+            // The receiver lives as long as the build.
+            let _ = lines.send(line.to_owned());
+        });
+        tokio::pin!(building);
+        let template = loop {
+            tokio::select! {
+                built = &mut building => break built?,
+                Some(line) = received.recv() => progress(&format!("template {name}: {line}")),
+            }
+        };
+        for size in default_sizes(&template) {
+            progress(&format!(
+                "bake {name} with {} vCPUs and {} MiB",
+                size.shape.cpus, size.shape.memory_mib
+            ));
+            ground.bakes.get(&template, &size, SET_UP_PATIENCE).await?;
+        }
+    }
+    Ok(())
+}
+
+fn default_sizes(template: &store::template::Template) -> Vec<Size> {
+    let own = Shape {
+        cpus: template.cpu,
+        memory_mib: u32::try_from(template.memory_mb).unwrap_or(u32::MAX),
+    };
+    let mut shapes = vec![own, SMALL];
+    shapes.dedup();
+    shapes.into_iter().map(|shape| Size { shape, disk_mib: template.disk_mb }).collect()
+}
+
+/// Builds and bakes what a first create would otherwise wait for, and has machines of it stand ready.
+async fn keep_defaults_ready(templates: Arc<Templates>, bakes: Arc<Bakes>, pool: Arc<Pool>) {
+    let account = AccountId::default_account();
+    let mut names = templates.built_in_names();
+    names.sort_by_key(|name| name.as_str() != DEFAULT_TEMPLATE);
+    for name in names {
+        let baked = async {
+            let template = templates.built(&account, &name, SET_UP_PATIENCE).await?;
+            let mut sizes = default_sizes(&template);
+            sizes.truncate(1);
+            for size in sizes {
+                pool.want(&bakes.get(&template, &size, SET_UP_PATIENCE).await?);
+            }
+            Ok::<_, Error>(())
+        };
+        if let Err(error) = baked.await {
+            tracing::warn!(template = %name, %error, source = ?error.source, "failed to make a template ready");
+        }
+    }
+}
+
+impl Ground {
+    async fn lay(config: &Config, progress: &mut (dyn FnMut(&str) + Send)) -> Result<Self, Error> {
+        if !rustix::process::geteuid().is_root() {
+            return Err(refuse(
+                "virtual machines and their networks need root; run this with sudo",
+            ));
+        }
+        let layout =
+            Layout::create(&config.data_dir, &config.cache_dir).map_err(Error::from_start)?;
+        let instance =
+            Instance::claim(&config.data_dir).map_err(|error| refuse(error.to_string()))?;
+        let clock = Clock::default();
+        let db = Db::connect(&config.database_url()).await.map_err(|source| {
+            refuse("cannot open the database; check --database").because(source)
+        })?;
+        let hypervisor = Hypervisor::find().map_err(Error::from_start)?;
+        progress("guest kernel");
+        let (kernel, initramfs) = {
+            let layout = layout.clone();
+            tokio::task::spawn_blocking(move || {
+                let kernel = store::kernel::ensure_kernel(&layout, &mut |line: &str| {
+                    tracing::info!("guest kernel: {line}")
+                })?;
+                let initramfs = store::initramfs::build(&layout, &kernel, AGENT)?;
+                Ok::<_, store::Error>((kernel, initramfs))
+            })
+            .await
+            .map_err(Error::internal)?
+            .map_err(Error::from_start)?
+        };
+        progress("accelerator");
+        let remembered = layout.accelerator();
+        let accelerator = hypervisor
+            .probe(&kernel.vmlinuz, &initramfs.path, &remembered)
+            .await
+            .map_err(Error::from_start)?;
+        let network = NetworkConfig {
+            instance: instance.number,
+            egress_allow: config.egress_allow.clone(),
+            resolvers: NetworkConfig::resolvers_of_host().map_err(Error::from_start)?,
+        };
+        let networks = Arc::new(Networks::new(network).await.map_err(Error::from_start)?);
+        let sites = Sites {
+            layout: layout.clone(),
+            networks: Arc::clone(&networks),
+            slots: Slots::default(),
+            instance: instance.number,
+        };
+        let templates = Templates::open(layout, db.clone(), clock.clone()).await?;
+        let bakes = Bakes::new(hypervisor.clone(), accelerator, kernel, initramfs, sites.clone());
+        tracing::info!(instance = instance.number, %accelerator, qemu = hypervisor.version(), "ready to run machines");
+        Ok(Self { instance, db, networks, templates, bakes, sites, hypervisor, clock })
+    }
+
+    /// Lets go of what only a running server needs.
+    async fn close(self, walls: Walls) -> Result<(), Error> {
+        self.db.close().await;
+        match walls {
+            Walls::Keep => {}
+            Walls::Remove => self.networks.close().await.map_err(Error::internal)?,
+        }
+        drop(self.instance);
+        Ok(())
+    }
+}
+
+/// Told to the person who starts the server.
+fn refuse(message: impl Into<String>) -> Error {
+    Error::new(ErrorCode::InvalidRequest, message)
+}

@@ -1,0 +1,273 @@
+//! Bakes: a template booted once in a given size, brought to rest, and saved. Every create restores one.
+
+use std::{fs::File, path::PathBuf, sync::Arc, time::Duration};
+
+use api::ExecRequest;
+use machine::{
+    Accelerator, Boot, Hypervisor, Machine, MachineSpec, Place, Shape,
+    guest::{Guest, Request},
+};
+use store::{
+    Digest, Layout,
+    bake::{Bake, BakeDraft, Manifest},
+    initramfs::Initramfs,
+    kernel::Kernel,
+    template::Template,
+};
+
+use super::{Running, exec::ExecEvent, site::Sites};
+use crate::{Error, shared_work::SharedWork};
+
+/// A create waits so long for its size to be baked: the clients give up after 30 s.
+pub(crate) const BAKE_PATIENCE: Duration = Duration::from_secs(20);
+/// Longer than any bake.
+const LOCK_DEADLINE: Duration = Duration::from_secs(900);
+/// The imports of a big template take long under emulation.
+const WARM_UP_DEADLINE: Duration = Duration::from_secs(180);
+/// Of what a failed one printed, for the log.
+const WARM_UP_OUTPUT: usize = 4096;
+const REST_DEADLINE: Duration = Duration::from_secs(30);
+
+/// A saved machine. Immutable; shared by all its clones.
+pub(crate) struct Baked {
+    pub(crate) key: String,
+    pub(crate) spec: MachineSpec,
+    /// Of the root disk that was baked. A clone's may be larger, never smaller.
+    pub(crate) disk_bytes: u64,
+    files: Bake,
+}
+
+impl Baked {
+    /// Opened for reading only: clones map it privately.
+    pub(crate) fn memory(&self) -> Result<File, Error> {
+        File::open(self.files.memory()).map_err(Error::internal)
+    }
+
+    pub(crate) fn state(&self) -> Result<File, Error> {
+        File::open(self.files.state()).map_err(Error::internal)
+    }
+
+    pub(crate) fn rootfs(&self) -> PathBuf {
+        self.files.rootfs()
+    }
+}
+
+/// What a size is made of.
+#[derive(Debug, Clone)]
+pub(crate) struct Size {
+    pub(crate) shape: Shape,
+    /// MiB; of the bake, so at most the template's default.
+    pub(crate) disk_mib: u64,
+}
+
+pub(crate) struct Bakes {
+    layout: Layout,
+    hypervisor: Hypervisor,
+    accelerator: Accelerator,
+    kernel: Kernel,
+    initramfs: Initramfs,
+    sites: Sites,
+    work: SharedWork<Arc<Baked>>,
+}
+
+impl Bakes {
+    pub(crate) fn new(
+        hypervisor: Hypervisor,
+        accelerator: Accelerator,
+        kernel: Kernel,
+        initramfs: Initramfs,
+        sites: Sites,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            layout: sites.layout.clone(),
+            hypervisor,
+            accelerator,
+            kernel,
+            initramfs,
+            sites,
+            work: SharedWork::default(),
+        })
+    }
+
+    pub(crate) fn accelerator(&self) -> Accelerator {
+        self.accelerator
+    }
+
+    fn spec(&self, size: &Size) -> MachineSpec {
+        MachineSpec { shape: size.shape, accelerator: self.accelerator }
+    }
+
+    /// Everything that decides whether a saved state fits: a bare device state is hardly checked by QEMU itself.
+    fn description(&self, template: &Template, size: &Size) -> String {
+        format!(
+            "template {}\nkernel {}\ninitramfs {}\ndisk {} MiB\n{}",
+            template.digest,
+            self.kernel.digest,
+            self.initramfs.digest,
+            size.disk_mib,
+            self.spec(size).description()
+        )
+    }
+
+    /// The bake of this size, made now if need be; others who want the same wait for the same.
+    ///
+    /// # Errors
+    /// 503 when it takes longer than `patience`: it goes on, and the same request may be sent again.
+    pub(crate) async fn get(
+        self: &Arc<Self>,
+        template: &Template,
+        size: &Size,
+        patience: Duration,
+    ) -> Result<Arc<Baked>, Error> {
+        let key = Digest::of(self.description(template, size).as_bytes());
+        let (bakes, template, size, name) =
+            (Arc::clone(self), template.clone(), size.clone(), key.clone());
+        self.work
+            .get(
+                key.as_str(),
+                patience,
+                "this size of the template is being prepared for the first time; try again shortly",
+                || async move { bakes.find_or_make(&name, &template, &size).await },
+            )
+            .await
+    }
+
+    async fn find_or_make(
+        &self,
+        key: &Digest,
+        template: &Template,
+        size: &Size,
+    ) -> Result<Arc<Baked>, Error> {
+        let (layout, name) = (self.layout.clone(), key.clone());
+        // Held to the end, so that another server of this cache waits for this bake instead of making its own.
+        let (_lock, stored) = blocking(move || {
+            let waiting =
+                &mut || tracing::info!(key = name.short(), "another server bakes the same");
+            let lock = store::bake::lock(&layout, &name, LOCK_DEADLINE, waiting)?;
+            Ok((lock, store::bake::get(&layout, &name)?))
+        })
+        .await?;
+        let files = match stored {
+            Some(files) => files,
+            None => self.bake(key, template, size).await?,
+        };
+        Ok(Arc::new(Baked {
+            key: key.to_string(),
+            spec: self.spec(size),
+            disk_bytes: files.manifest.disk_bytes,
+            files,
+        }))
+    }
+
+    async fn bake(&self, key: &Digest, template: &Template, size: &Size) -> Result<Bake, Error> {
+        tracing::info!(
+            key = key.short(),
+            cpus = size.shape.cpus,
+            memory_mib = size.shape.memory_mib,
+            "baking"
+        );
+        let began = tokio::time::Instant::now();
+        let (layout, name, source, size_asked) =
+            (self.layout.clone(), key.clone(), template.clone(), size.clone());
+        let draft = blocking(move || {
+            let draft = BakeDraft::create(&layout, &name)?;
+            store::clone::clone_file(&source.rootfs, &draft.rootfs())?;
+            if size_asked.disk_mib < source.disk_mb {
+                store::ext4::shrink(&draft.rootfs(), size_asked.disk_mib)?;
+            }
+            Ok(draft)
+        })
+        .await?;
+        let site = self.sites.prepare().await?;
+        let made = match site.place() {
+            Ok(place) => self.make(&draft, place, template, size).await,
+            Err(error) => Err(error),
+        };
+        site.remove().await;
+        made?;
+        let manifest = Manifest {
+            description: self.description(template, size),
+            template: template.digest.clone(),
+            disk_bytes: size.disk_mib << 20,
+        };
+        let layout = self.layout.clone();
+        let files = blocking(move || draft.publish(&layout, manifest)).await?;
+        tracing::info!(key = key.short(), seconds = began.elapsed().as_secs(), "baked");
+        Ok(files)
+    }
+
+    async fn make(
+        &self,
+        draft: &BakeDraft,
+        place: Place,
+        template: &Template,
+        size: &Size,
+    ) -> Result<(), Error> {
+        let mut options = File::options();
+        options.read(true).write(true);
+        let memory =
+            options.clone().create_new(true).open(draft.memory()).map_err(Error::internal)?;
+        memory.set_len(size.shape.memory_bytes()).map_err(Error::internal)?;
+        let root_disk = options.open(draft.rootfs()).map_err(Error::internal)?;
+        let (kernel, initramfs) = (self.kernel.vmlinuz.clone(), self.initramfs.path.clone());
+        let boot = Boot { kernel, initramfs, memory, root_disk, place };
+        let machine =
+            self.hypervisor.boot(&self.spec(size), boot).await.map_err(Error::internal)?;
+        let rested = self.bring_to_rest(&machine, draft, template).await;
+        machine.kill().await.map_err(Error::internal)?;
+        rested
+    }
+
+    async fn bring_to_rest(
+        &self,
+        machine: &Machine,
+        draft: &BakeDraft,
+        template: &Template,
+    ) -> Result<(), Error> {
+        let guest =
+            machine.guest().ok_or_else(|| Error::internal("a booted machine without a guest"))?;
+        for script in &template.warm_up {
+            warm_up(&guest, script).await?;
+        }
+        guest.call(Request::Quiesce, REST_DEADLINE).await.map_err(Error::internal)?;
+        machine.stop().await.map_err(Error::internal)?;
+        machine.save_state(&draft.state()).await.map_err(Error::internal)
+    }
+}
+
+/// What a command touches before the save lies in every clone's page cache afterwards.
+async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
+    let inside =
+        Running { guest: guest.clone(), environment: Arc::default(), logs: Arc::default() };
+    let request = ExecRequest {
+        cmd: script.to_owned(),
+        timeout_seconds: Some(WARM_UP_DEADLINE.as_secs_f64()),
+        ..ExecRequest::default()
+    };
+    let mut watch = inside.start_exec(request).await?;
+    let mut output = Vec::new();
+    while let Some(event) = watch.next().await {
+        match event? {
+            ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => {
+                let room = WARM_UP_OUTPUT.saturating_sub(output.len());
+                output.extend_from_slice(&bytes[..bytes.len().min(room)]);
+            }
+            ExecEvent::Ended(status) if status.exit_code == Some(0) => return Ok(()),
+            ExecEvent::Ended(status) => {
+                let output = String::from_utf8_lossy(&output);
+                return Err(Error::internal(format!(
+                    "the warm-up `{script}` ended with {:?}: {}",
+                    status.exit_code,
+                    output.trim()
+                )));
+            }
+        }
+    }
+    Err(Error::internal(format!("the warm-up `{script}` did not end")))
+}
+
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> store::Result<T> + Send + 'static,
+) -> Result<T, Error> {
+    tokio::task::spawn_blocking(work).await.map_err(Error::internal)?.map_err(Error::from_store)
+}

@@ -1,0 +1,227 @@
+//! From a request to a sandbox: what is checked before anything is made.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use api::{AccountId, CreateSandbox, Sandbox, SandboxId, TemplateName};
+use machine::Shape;
+use store::template::Template;
+use tokio::time::Instant;
+
+use super::{
+    Sandboxes,
+    bake::{BAKE_PATIENCE, Size},
+    driver::StartOrder,
+    registry::Entry,
+    state::{State, Target},
+};
+use crate::{Error, db::SandboxRow};
+
+pub(crate) const DEFAULT_TEMPLATE: &str = "base";
+
+const MOST_CPUS: u32 = 32;
+const MEMORY_MIB: std::ops::RangeInclusive<u64> = 256..=131_072;
+const DISK_MIB: std::ops::RangeInclusive<u64> = 1024..=1_048_576;
+/// Memory sizes in between would each want a bake of their own.
+const MEMORY_STEP_MIB: u64 = 128;
+const LONGEST_TTL: i64 = 10 * 365 * 86_400;
+const MOST_METADATA: usize = 64;
+const LONGEST_TEXT: usize = 4096;
+const MOST_ENVIRONMENT_BYTES: usize = 256 * 1024;
+
+/// What the time to live is to be; the outer `None` says nothing.
+pub(crate) fn ttl_of(
+    ttl_seconds: Option<i64>,
+    persistent: Option<bool>,
+) -> Result<Option<Option<u64>>, Error> {
+    match (ttl_seconds, persistent) {
+        (Some(_), Some(true)) => Err(Error::invalid(
+            "`ttl_seconds` and `persistent: true` exclude each other; leave one of them out",
+        )),
+        (None, Some(true)) => Ok(Some(None)),
+        (Some(ttl), Some(false) | None) => match u64::try_from(ttl) {
+            Ok(seconds) if ttl > 0 && ttl <= LONGEST_TTL => Ok(Some(Some(seconds))),
+            Ok(_) | Err(_) => Err(Error::invalid(format!(
+                "`ttl_seconds` must be between 1 and {LONGEST_TTL}; use `persistent: true` for a sandbox without a time to live"
+            ))),
+        },
+        (None, Some(false) | None) => Ok(None),
+    }
+}
+
+pub(crate) fn check_metadata(metadata: &BTreeMap<String, String>) -> Result<(), Error> {
+    if metadata.len() > MOST_METADATA {
+        return Err(Error::invalid(format!("`metadata` may have at most {MOST_METADATA} entries")));
+    }
+    match metadata
+        .iter()
+        .find(|(key, value)| key.is_empty() || key.len() > 256 || value.len() > LONGEST_TEXT)
+    {
+        Some((key, _)) => Err(Error::invalid(format!(
+            "`metadata.{}`: a key has 1 to 256 bytes, a value at most {LONGEST_TEXT}",
+            key.chars().take(40).collect::<String>()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Shared by creates and commands.
+pub(crate) fn check_environment(environment: &BTreeMap<String, String>) -> Result<(), Error> {
+    let total: usize = environment.iter().map(|(key, value)| key.len() + value.len() + 2).sum();
+    if total > MOST_ENVIRONMENT_BYTES {
+        return Err(Error::invalid(format!(
+            "`env` may have at most {MOST_ENVIRONMENT_BYTES} bytes in all; put larger values into a file"
+        )));
+    }
+    for (key, value) in environment {
+        if key.is_empty() || key.contains(['=', '\0']) {
+            return Err(Error::invalid("`env`: a name must not be empty nor hold `=` or NUL"));
+        }
+        if value.contains('\0') {
+            return Err(Error::invalid(format!("`env.{key}` must not hold NUL")));
+        }
+    }
+    Ok(())
+}
+
+fn pick<T: Copy + PartialOrd + std::fmt::Display>(
+    field: &str,
+    unit: &str,
+    asked: Option<T>,
+    default: T,
+    range: &std::ops::RangeInclusive<T>,
+) -> Result<T, Error> {
+    match asked {
+        None => Ok(default),
+        Some(value) if range.contains(&value) => Ok(value),
+        Some(_) => Err(Error::invalid(format!(
+            "`{field}` must be between {} and {}{unit}",
+            range.start(),
+            range.end()
+        ))),
+    }
+}
+
+/// A disk smaller than the template's is baked from a copy of it that was made smaller.
+async fn check_fits(template: &Template, disk_mb: u64) -> Result<(), Error> {
+    let rootfs = template.rootfs.clone();
+    let least = tokio::task::spawn_blocking(move || store::ext4::minimum_mb(&rootfs))
+        .await
+        .map_err(Error::internal)?;
+    match least.map_err(Error::internal)? {
+        least if disk_mb < least => {
+            Err(Error::invalid(format!("`disk_mb` must be at least {least} for this template")))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Sandboxes {
+    /// # Errors
+    /// 400 names the bad field, 404 an unknown template; 503 with a time to try again: nothing was created.
+    pub async fn create(
+        self: &Arc<Self>,
+        account: &AccountId,
+        request: CreateSandbox,
+    ) -> Result<Sandbox, Error> {
+        let began = Instant::now();
+        if request.from_snapshot.is_some() {
+            return Err(Error::not_found("`from_snapshot`: there is no snapshot with this id"));
+        }
+        if request.volumes.as_ref().is_some_and(|volumes| !volumes.is_empty()) {
+            return Err(Error::not_found("`volumes`: there is no volume with this name"));
+        }
+        let ttl = ttl_of(request.ttl_seconds, request.persistent)?;
+        let metadata = request.metadata.unwrap_or_default();
+        check_metadata(&metadata)?;
+        let environment = request.env.unwrap_or_default();
+        check_environment(&environment)?;
+
+        let name: TemplateName = request
+            .template
+            .as_deref()
+            .filter(|name| !name.is_empty())
+            .unwrap_or(DEFAULT_TEMPLATE)
+            .parse()
+            .map_err(|error| Error::invalid(format!("`template`: {error}")))?;
+        let defaults = self.templates.defaults(account, &name)?;
+        let cpu = pick("cpu", "", request.cpu, defaults.cpu, &(1..=MOST_CPUS))?;
+        let memory_mb =
+            pick("memory_mb", " (MiB)", request.memory_mb, defaults.memory_mb, &MEMORY_MIB)?;
+        if memory_mb % MEMORY_STEP_MIB != 0 {
+            return Err(Error::invalid(format!(
+                "`memory_mb` must be a multiple of {MEMORY_STEP_MIB}"
+            )));
+        }
+        let disk_mb = pick("disk_mb", " (MiB)", request.disk_mb, defaults.disk_mb, &DISK_MIB)?;
+
+        let _under_way = self.pool.create_under_way();
+        let template = self.templates.built(account, &name, BAKE_PATIENCE).await?;
+        if disk_mb < template.disk_mb {
+            check_fits(&template, disk_mb).await?;
+        }
+        let shape =
+            Shape { cpus: cpu, memory_mib: u32::try_from(memory_mb).map_err(Error::internal)? };
+        let size = Size { shape, disk_mib: disk_mb.min(template.disk_mb) };
+        let patience = BAKE_PATIENCE.saturating_sub(began.elapsed());
+        let baked = self.bakes.get(&template, &size, patience).await?;
+
+        let place = self.admit(BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
+        let row = SandboxRow {
+            id: SandboxId::random(),
+            account: account.clone(),
+            template: name,
+            bake: baked.key.clone(),
+            cpu,
+            memory_mb,
+            disk_mb,
+            state: State::Creating,
+            target: Target::Running,
+            metadata,
+            environment,
+            created_at: self.clock.now_ms(),
+            ttl_seconds: ttl.unwrap_or(Some(self.default_ttl.as_secs())),
+            expires_at: None,
+            slot: None,
+            boot_ms: 0,
+            error: None,
+        };
+        self.db.insert_sandbox(&row).await?;
+        let entry = Arc::new(Entry::new(row));
+        self.registry.insert(&entry);
+        let started = entry.watch_start();
+        self.tasks
+            .spawn(Arc::clone(self).drive(Arc::clone(&entry), Some(StartOrder { baked, began })));
+        let outcome = started.await.map_err(|_| Error::internal("the sandbox's driver ended"))?;
+        drop(place);
+        outcome?;
+        Ok(entry.shown(&self.accelerator_name(), self.clock.now_ms()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_to_live_of_nothing_or_less_is_refused_with_a_reason() {
+        for ttl in [0, -1, i64::MIN, LONGEST_TTL + 1] {
+            assert!(ttl_of(Some(ttl), None).unwrap_err().message.contains("ttl_seconds"));
+        }
+        assert_eq!(ttl_of(Some(1), None).unwrap(), Some(Some(1)));
+        assert_eq!(ttl_of(None, Some(true)).unwrap(), Some(None));
+        assert_eq!(ttl_of(None, None).unwrap(), None);
+        assert!(ttl_of(Some(5), Some(true)).is_err());
+    }
+
+    #[test]
+    fn an_environment_that_no_process_could_have_is_refused() {
+        let env = |key: &str, value: &str| {
+            check_environment(&BTreeMap::from([(key.to_owned(), value.to_owned())]))
+        };
+        assert!(env("", "x").is_err());
+        assert!(env("A=B", "x").is_err());
+        assert!(env("A", "x\0").is_err());
+        assert!(env("A", &"x".repeat(MOST_ENVIRONMENT_BYTES)).is_err());
+        assert!(env("A", "quotes ' \" \n $HOME é").is_ok());
+    }
+}

@@ -1,0 +1,230 @@
+//! Machines started ahead: QEMU is running and has its network, only the state is not loaded yet.
+//!
+//! Starting QEMU takes tens of milliseconds of CPU, so refilling waits until no create is under way.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use machine::{Hypervisor, Prepared};
+use tokio::{sync::Notify, time::Instant};
+
+use super::{
+    bake::Baked,
+    registry::locked,
+    site::{Site, Sites},
+};
+use crate::Error;
+
+/// A size that nobody asked for so long is no longer kept ready.
+const KEPT_READY: Duration = Duration::from_secs(600);
+/// Sizes kept ready at once.
+const MOST_SIZES: usize = 4;
+/// After the last create, before machines are started ahead.
+const QUIET: Duration = Duration::from_millis(150);
+/// After a failure to start one ahead.
+const PAUSE: Duration = Duration::from_secs(5);
+
+pub(crate) struct Ready {
+    pub(crate) site: Site,
+    pub(crate) prepared: Prepared,
+}
+
+pub(crate) struct Pool {
+    hypervisor: Hypervisor,
+    sites: Sites,
+    /// For each size in use.
+    depth: usize,
+    shelves: Mutex<HashMap<String, Shelf>>,
+    creates: AtomicUsize,
+    changed: Notify,
+    closed: tokio_util::sync::CancellationToken,
+}
+
+struct Shelf {
+    baked: Arc<Baked>,
+    wanted: Instant,
+    ready: Vec<Ready>,
+}
+
+/// While it lives, nothing is started ahead.
+pub(crate) struct CreateUnderWay<'a>(&'a Pool);
+
+impl Drop for CreateUnderWay<'_> {
+    fn drop(&mut self) {
+        self.0.creates.fetch_sub(1, Ordering::SeqCst);
+        self.0.changed.notify_one();
+    }
+}
+
+impl Pool {
+    pub(crate) fn new(hypervisor: Hypervisor, sites: Sites, depth: usize) -> Arc<Self> {
+        Arc::new(Self {
+            hypervisor,
+            sites,
+            depth,
+            shelves: Mutex::default(),
+            creates: AtomicUsize::new(0),
+            changed: Notify::new(),
+            closed: tokio_util::sync::CancellationToken::new(),
+        })
+    }
+
+    pub(crate) fn create_under_way(&self) -> CreateUnderWay<'_> {
+        self.creates.fetch_add(1, Ordering::SeqCst);
+        CreateUnderWay(self)
+    }
+
+    /// Keeps machines of this size ready from now on.
+    pub(crate) fn want(&self, baked: &Arc<Baked>) {
+        let mut shelves = locked(&self.shelves);
+        let shelf = shelves.entry(baked.key.clone()).or_insert_with(|| Shelf {
+            baked: Arc::clone(baked),
+            wanted: Instant::now(),
+            ready: Vec::new(),
+        });
+        shelf.wanted = Instant::now();
+        drop(shelves);
+        self.changed.notify_one();
+    }
+
+    /// One that stands ready, else one started now.
+    pub(crate) async fn take(&self, baked: &Arc<Baked>) -> Result<Ready, Error> {
+        self.want(baked);
+        loop {
+            let found =
+                locked(&self.shelves).get_mut(&baked.key).and_then(|shelf| shelf.ready.pop());
+            match found {
+                Some(ready) if !ready.prepared.has_exited() => return Ok(ready),
+                Some(dead) => {
+                    tracing::warn!(
+                        slot = dead.site.number(),
+                        "a machine started ahead has ended by itself"
+                    );
+                    dead.site.remove().await;
+                }
+                None => return self.start(baked).await,
+            }
+        }
+    }
+
+    async fn start(&self, baked: &Baked) -> Result<Ready, Error> {
+        let memory = baked.memory()?;
+        let site = self.sites.prepare().await?;
+        let place = site.place();
+        let prepared = match place {
+            Ok(place) => {
+                self.hypervisor.prepare(&baked.spec, memory, place).await.map_err(Error::internal)
+            }
+            Err(error) => Err(error),
+        };
+        match prepared {
+            Ok(prepared) => Ok(Ready { site, prepared }),
+            Err(error) => {
+                site.remove().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Owns the shelves' filling until [`Pool::close`].
+    pub(crate) async fn keep_filled(self: Arc<Self>) {
+        while !self.closed.is_cancelled() {
+            let wake_up = tokio::time::sleep(KEPT_READY);
+            tokio::select! {
+                () = self.changed.notified() => {}
+                () = wake_up => {}
+                () = self.closed.cancelled() => break,
+            }
+            self.fill().await;
+        }
+        self.empty().await;
+    }
+
+    async fn fill(&self) {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(QUIET) => {}
+                () = self.closed.cancelled() => return,
+            }
+            if self.creates.load(Ordering::SeqCst) > 0 {
+                // The last create's end rings again.
+                return;
+            }
+            for ready in self.take_unwanted() {
+                ready.site.remove().await;
+            }
+            let Some(baked) = self.next_to_fill() else { return };
+            match self.start(&baked).await {
+                Ok(ready) => self.put(&baked, ready).await,
+                Err(error) => {
+                    tracing::warn!(%error, source = ?error.source, "failed to start a machine ahead");
+                    tokio::time::sleep(PAUSE).await;
+                    return;
+                }
+            }
+        }
+    }
+
+    async fn put(&self, baked: &Baked, ready: Ready) {
+        let homeless = {
+            match locked(&self.shelves).get_mut(&baked.key) {
+                Some(shelf) => {
+                    shelf.ready.push(ready);
+                    None
+                }
+                None => Some(ready),
+            }
+        };
+        if let Some(ready) = homeless {
+            ready.site.remove().await;
+        }
+    }
+
+    /// The most recently wanted size that lacks some.
+    fn next_to_fill(&self) -> Option<Arc<Baked>> {
+        let shelves = locked(&self.shelves);
+        let lacking = shelves.values().filter(|shelf| shelf.ready.len() < self.depth);
+        // The emptiest first, so that every size has one before any has all.
+        lacking.min_by_key(|shelf| shelf.ready.len()).map(|shelf| Arc::clone(&shelf.baked))
+    }
+
+    /// Those of sizes out of use, and of the oldest where there are too many sizes.
+    fn take_unwanted(&self) -> Vec<Ready> {
+        let mut shelves = locked(&self.shelves);
+        let mut by_use: Vec<_> =
+            shelves.iter().map(|(key, shelf)| (shelf.wanted, key.clone())).collect();
+        by_use.sort_unstable();
+        let too_many = by_use.len().saturating_sub(MOST_SIZES);
+        let mut unwanted = Vec::new();
+        for (place, (wanted, key)) in by_use.into_iter().enumerate() {
+            if (place < too_many || wanted.elapsed() > KEPT_READY)
+                && let Some(shelf) = shelves.remove(&key)
+            {
+                unwanted.extend(shelf.ready);
+            }
+        }
+        unwanted
+    }
+
+    async fn empty(&self) {
+        let all: Vec<_> =
+            { locked(&self.shelves).drain().flat_map(|(_, shelf)| shelf.ready).collect() };
+        futures::future::join_all(all.into_iter().map(|ready| ready.site.remove())).await;
+    }
+
+    /// Ends the filling; what stood ready is ended by the task that filled.
+    pub(crate) fn close(&self) {
+        self.closed.cancel();
+    }
+
+    /// How many stand ready.
+    pub(crate) fn len(&self) -> usize {
+        locked(&self.shelves).values().map(|shelf| shelf.ready.len()).sum()
+    }
+}

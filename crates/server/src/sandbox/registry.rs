@@ -1,0 +1,169 @@
+//! The sandboxes of this server in memory: what `get` and `list` answer from, and how requests reach a driver.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+};
+
+use api::{AccountId, BootMode, Sandbox, SandboxId};
+use tokio::sync::{Notify, oneshot, watch};
+
+use super::{
+    Logs,
+    driver::Inside,
+    state::{Refusal, State, Target, Wish, accept, shown},
+};
+use crate::{Error, clock, db::SandboxRow};
+
+/// One sandbox. Its driver is the only one that changes `state`; anyone may set the target.
+pub(crate) struct Entry {
+    row: watch::Sender<SandboxRow>,
+    /// Rings when the target changed.
+    pub(crate) target_changed: Notify,
+    pub(crate) inside: Mutex<Option<Arc<Inside>>>,
+    pub(crate) logs: Arc<Logs>,
+    /// Whoever waits for the first `running`, or why it never came.
+    started: Mutex<Option<oneshot::Sender<Result<(), Error>>>>,
+    pub(crate) removed: watch::Sender<bool>,
+}
+
+impl Entry {
+    pub(crate) fn new(row: SandboxRow) -> Self {
+        Self {
+            row: watch::Sender::new(row),
+            target_changed: Notify::new(),
+            inside: Mutex::new(None),
+            logs: Arc::default(),
+            started: Mutex::new(None),
+            removed: watch::Sender::new(false),
+        }
+    }
+
+    pub(crate) fn row(&self) -> SandboxRow {
+        self.row.borrow().clone()
+    }
+
+    pub(crate) fn look<T>(&self, at: impl FnOnce(&SandboxRow) -> T) -> T {
+        at(&self.row.borrow())
+    }
+
+    pub(crate) fn change(&self, with: impl FnOnce(&mut SandboxRow)) {
+        self.row.send_modify(with);
+    }
+
+    pub(crate) fn watch_start(&self) -> oneshot::Receiver<Result<(), Error>> {
+        let (sender, receiver) = oneshot::channel();
+        *locked(&self.started) = Some(sender);
+        receiver
+    }
+
+    pub(crate) fn announce_start(&self, outcome: Result<(), Error>) {
+        if let Some(waiting) = locked(&self.started).take() {
+            // Nobody waits any longer when the client has gone.
+            let _ = waiting.send(outcome);
+        }
+    }
+
+    /// Whether its time is up at `now` (milliseconds since 1970).
+    pub(crate) fn is_expired(&self, now: i64) -> bool {
+        self.look(|row| row.expires_at.is_some_and(|end| end <= now))
+    }
+
+    pub(crate) fn accept(&self, wish: Wish, now: i64) -> Result<(), Error> {
+        let (state, target, error) = self.look(|row| (row.state, row.target, row.error.clone()));
+        let target = if self.is_expired(now) { Target::Deleted } else { target };
+        accept(state, target, wish).map_err(|refusal| match refusal {
+            Refusal::Gone => not_found(),
+            // The client repeats on these words: nothing has been started yet.
+            Refusal::NotYetRunning => {
+                Error::new(api::ErrorCode::Unavailable, "the sandbox is still being created; connect: connection refused")
+            }
+            Refusal::Stopped => Error::conflict("the sandbox is stopped: its guest powered itself off; delete it and create another"),
+            Refusal::Failed => Error::conflict(format!(
+                "the sandbox has failed ({}); delete it and create another",
+                error.unwrap_or_else(|| "its virtual machine ended".to_owned())
+            )),
+        })
+    }
+
+    pub(crate) fn shown(&self, accelerator: &str, now: i64) -> Sandbox {
+        let expired = self.is_expired(now);
+        self.look(|row| Sandbox {
+            id: row.id,
+            template: row.template.clone(),
+            cpu: row.cpu,
+            memory_mb: row.memory_mb,
+            disk_mb: row.disk_mb,
+            status: shown(row.state, if expired { Target::Deleted } else { row.target }),
+            guest_ip: locked(&self.inside)
+                .as_ref()
+                .map(|inside| inside.address.to_string())
+                .unwrap_or_default(),
+            created_at: clock::from_ms(row.created_at),
+            expires_at: row.expires_at.map(clock::from_ms),
+            ttl_seconds: row.ttl_seconds,
+            metadata: row.metadata.clone(),
+            boot_ms: row.boot_ms,
+            boot_mode: BootMode::Snapshot,
+            persistent: row.ttl_seconds.is_none(),
+            volumes: Vec::new(),
+            accelerator: accelerator.to_owned(),
+            error: row.error.clone(),
+        })
+    }
+}
+
+/// All of them, by id.
+#[derive(Default)]
+pub(crate) struct Registry {
+    entries: RwLock<HashMap<SandboxId, Arc<Entry>>>,
+}
+
+impl Registry {
+    pub(crate) fn insert(&self, entry: &Arc<Entry>) {
+        let id = entry.look(|row| row.id);
+        self.entries.write().unwrap_or_else(PoisonError::into_inner).insert(id, Arc::clone(entry));
+    }
+
+    pub(crate) fn remove(&self, id: &SandboxId) {
+        self.entries.write().unwrap_or_else(PoisonError::into_inner).remove(id);
+    }
+
+    /// A foreign one is as unknown as one that never was.
+    pub(crate) fn find(&self, account: &AccountId, id: &SandboxId) -> Result<Arc<Entry>, Error> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries
+            .get(id)
+            .filter(|entry| entry.look(|row| row.account == *account))
+            .cloned()
+            .ok_or_else(not_found)
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<Entry>> {
+        self.entries.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.entries.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+}
+
+pub(crate) fn not_found() -> Error {
+    Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
+}
+
+/// A poisoned lock's value is still whole here: no holder leaves it half-changed.
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl std::fmt::Debug for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (id, state, target) = self.look(|row| (row.id, row.state, row.target));
+        f.debug_struct("Entry")
+            .field("id", &id)
+            .field("state", &State::name(state))
+            .field("target", &target.name())
+            .finish_non_exhaustive()
+    }
+}

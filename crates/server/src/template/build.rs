@@ -1,0 +1,299 @@
+//! Builds that users ask for: one at a time, each with a log that can be followed.
+
+use std::{
+    collections::VecDeque,
+    path::PathBuf,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use api::{AccountId, Build, BuildStatus, TemplateName};
+use store::{
+    recipe::{Recipe, ResolvedRecipe},
+    template::Size,
+};
+use tokio::sync::{Semaphore, watch};
+
+use super::Templates;
+use crate::{
+    Error, clock,
+    db::{BuildRow, TemplateRow},
+    shared_work::chain,
+};
+
+/// Lines kept of one build.
+const LONGEST_LOG: usize = 10_000;
+/// Builds whose logs are kept.
+const MOST_LOGS: usize = 100;
+/// Queued and running, of all accounts.
+const MOST_UNFINISHED: usize = 16;
+
+/// Of a template made from a root file system.
+const TAR_SIZE: Size = Size { cpu: 2, memory_mb: 2048, disk_mb: 10_240 };
+
+/// What a template is to be made from.
+pub enum BuildSource {
+    /// A recipe's text.
+    Recipe(String),
+    /// A root file system as a tar, deleted when it is no longer needed.
+    Tar(PathBuf),
+}
+
+pub(super) struct Builds {
+    /// Oldest first.
+    logs: Mutex<VecDeque<(String, Arc<Log>)>>,
+    turn: Arc<Semaphore>,
+    unfinished: Arc<Semaphore>,
+}
+
+impl Default for Builds {
+    fn default() -> Self {
+        Self {
+            logs: Mutex::default(),
+            turn: Arc::new(Semaphore::new(1)),
+            unfinished: Arc::new(Semaphore::new(MOST_UNFINISHED)),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Log {
+    lines: Mutex<Vec<String>>,
+    /// How many lines there are, and whether that is all.
+    progress: watch::Sender<(usize, bool)>,
+}
+
+impl Log {
+    fn push(&self, line: &str) {
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines.len() < LONGEST_LOG {
+            lines.push(line.trim_end().to_owned());
+        }
+        let count = lines.len();
+        drop(lines);
+        self.progress.send_modify(|progress| progress.0 = count);
+    }
+
+    fn end(&self) {
+        self.progress.send_modify(|progress| progress.1 = true);
+    }
+}
+
+/// A build's log as it grows.
+pub struct BuildLog {
+    log: Option<Arc<Log>>,
+    progress: Option<watch::Receiver<(usize, bool)>>,
+    seen: usize,
+}
+
+impl BuildLog {
+    /// The next line; `None` when the build has ended and all of it was read.
+    pub async fn next(&mut self) -> Option<String> {
+        let (log, progress) = (self.log.as_ref()?, self.progress.as_mut()?);
+        loop {
+            let (count, ended) = *progress.borrow_and_update();
+            if self.seen < count {
+                let line = log
+                    .lines
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .get(self.seen)
+                    .cloned();
+                self.seen += 1;
+                return line;
+            }
+            if ended || progress.changed().await.is_err() {
+                return None;
+            }
+        }
+    }
+}
+
+impl Templates {
+    /// # Errors
+    /// 400 for a broken recipe, 409 for a built-in's name, 503 when too many builds wait already.
+    pub async fn start_build(
+        self: &Arc<Self>,
+        account: &AccountId,
+        name: TemplateName,
+        source: BuildSource,
+    ) -> Result<Build, Error> {
+        if self.find_built_in(&name).is_some() {
+            return Err(Error::conflict(format!(
+                "`name`: template `{name}` is built in; choose another name"
+            )));
+        }
+        let source = match source {
+            BuildSource::Recipe(text) => {
+                let invalid = |error| Error::invalid(format!("`recipe`: {}", chain(&error)));
+                let recipe = Recipe::parse(&text).map_err(invalid)?;
+                let resolved = recipe.resolve(&store::recipe::find_builtin).map_err(invalid)?;
+                Source::Recipe(Box::new((recipe, resolved)))
+            }
+            BuildSource::Tar(path) => Source::Tar(path),
+        };
+        let place = Arc::clone(&self.builds.unfinished).try_acquire_owned().map_err(|_| {
+            Error::busy("too many template builds wait already; try again when one has ended", 30)
+        })?;
+        let row = BuildRow {
+            id: uuid::Uuid::new_v4().to_string(),
+            account: account.clone(),
+            name,
+            status: BuildStatus::Queued,
+            error: None,
+            created_at: self.clock.now_ms(),
+            ended_at: None,
+        };
+        self.db.put_build(&row).await?;
+        let log = Arc::new(Log::default());
+        {
+            let mut logs = self.builds.logs.lock().unwrap_or_else(PoisonError::into_inner);
+            logs.push_back((row.id.clone(), Arc::clone(&log)));
+            if logs.len() > MOST_LOGS {
+                logs.pop_front();
+            }
+        }
+        let shown = show(&row);
+        let templates = Arc::clone(self);
+        tokio::spawn(async move {
+            templates.run_build(row, source, &log).await;
+            log.end();
+            drop(place);
+        });
+        Ok(shown)
+    }
+
+    async fn run_build(&self, mut row: BuildRow, source: Source, log: &Arc<Log>) {
+        let Ok(_turn) = self.builds.turn.acquire().await else { return };
+        row.status = BuildStatus::Running;
+        self.note(&row).await;
+        let outcome = self.build_one(&row, source, log).await;
+        row.ended_at = Some(self.clock.now_ms());
+        match outcome {
+            Ok(()) => row.status = BuildStatus::Done,
+            Err(error) => {
+                row.status = BuildStatus::Failed;
+                log.push(&format!("failed: {}", error.message));
+                row.error = Some(error.message);
+            }
+        }
+        self.note(&row).await;
+    }
+
+    async fn note(&self, row: &BuildRow) {
+        tracing::info!(build = %row.id, template = %row.name, status = ?row.status, "template build");
+        if let Err(error) = self.db.put_build(row).await {
+            tracing::error!(build = %row.id, source = ?error.source, "failed to write a build's row");
+        }
+    }
+
+    async fn build_one(&self, row: &BuildRow, source: Source, log: &Arc<Log>) -> Result<(), Error> {
+        let (layout, lines) = (self.layout.clone(), Arc::clone(log));
+        let (built, label, description) = tokio::task::spawn_blocking(move || {
+            let mut progress = |line: &str| lines.push(line);
+            match source {
+                Source::Recipe(recipe) => {
+                    let (recipe, resolved) = *recipe;
+                    store::template::build_from_recipe(&layout, &resolved, &mut progress)
+                        .map(|built| (built, recipe.label, recipe.description))
+                }
+                Source::Tar(path) => {
+                    let built =
+                        store::template::build_from_tar(&layout, &path, TAR_SIZE, &mut progress);
+                    // It was ours alone, and is worth nothing any longer, whatever came of it.
+                    let _ = std::fs::remove_file(&path);
+                    built.map(|built| (built, String::new(), "from a root file system".to_owned()))
+                }
+            }
+        })
+        .await
+        .map_err(Error::internal)?
+        .map_err(Error::from_build)?;
+        let template = TemplateRow {
+            account: row.account.clone(),
+            name: row.name.clone(),
+            digest: built.digest.to_string(),
+            label,
+            description,
+            cpu: built.cpu,
+            memory_mb: built.memory_mb,
+            disk_mb: built.disk_mb,
+            size_bytes: built.size_bytes,
+            created_at: self.clock.now_ms(),
+        };
+        self.db.put_template(&template).await?;
+        let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
+        own.insert((row.account.clone(), row.name.clone()), template);
+        Ok(())
+    }
+
+    /// Newest first.
+    ///
+    /// # Errors
+    /// The database cannot be read.
+    pub async fn builds(&self, account: &AccountId) -> Result<Vec<Build>, Error> {
+        Ok(self.db.builds(account).await?.iter().map(show).collect())
+    }
+
+    /// # Errors
+    /// 404 for an unknown id.
+    pub async fn build(&self, account: &AccountId, id: &str) -> Result<Build, Error> {
+        let row = self.db.build(account, id).await?;
+        row.as_ref().map(show).ok_or_else(|| {
+            Error::not_found(
+                "there is no template build with this id; list them with GET /v1/templates/builds",
+            )
+        })
+    }
+
+    /// From its first line on. A build of an earlier server has none any longer.
+    ///
+    /// # Errors
+    /// 404 for an unknown id.
+    pub async fn build_log(&self, account: &AccountId, id: &str) -> Result<BuildLog, Error> {
+        self.build(account, id).await?;
+        let logs = self.builds.logs.lock().unwrap_or_else(PoisonError::into_inner);
+        let log = logs.iter().find(|(known, _)| known == id).map(|(_, log)| Arc::clone(log));
+        Ok(BuildLog { progress: log.as_ref().map(|log| log.progress.subscribe()), log, seen: 0 })
+    }
+}
+
+enum Source {
+    Recipe(Box<(Recipe, ResolvedRecipe)>),
+    Tar(PathBuf),
+}
+
+fn show(row: &BuildRow) -> Build {
+    Build {
+        id: row.id.clone(),
+        name: row.name.clone(),
+        status: row.status,
+        error: row.error.clone(),
+        created_at: clock::from_ms(row.created_at),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_log_is_read_to_its_end_by_whoever_comes_when() {
+        let log = Arc::new(Log::default());
+        let follow = || BuildLog {
+            log: Some(Arc::clone(&log)),
+            progress: Some(log.progress.subscribe()),
+            seen: 0,
+        };
+        let mut early = follow();
+        log.push("one\n");
+        assert_eq!(early.next().await.as_deref(), Some("one"));
+        log.push("two");
+        log.end();
+        let mut late = follow();
+        assert_eq!(
+            (late.next().await.as_deref(), late.next().await.as_deref(), late.next().await),
+            (Some("one"), Some("two"), None)
+        );
+        assert_eq!((early.next().await.as_deref(), early.next().await), (Some("two"), None));
+    }
+}
