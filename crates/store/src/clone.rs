@@ -117,3 +117,58 @@ pub fn can_reflink(directory: &Path) -> Result<bool> {
     fs::write(&source, [1; 65536]).map_err(Error::io("write", &source))?;
     Ok(clone_file(&source, &target)? == Method::Reflink)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    use super::*;
+
+    fn sparse_file(path: &Path) {
+        let file = File::create(path).unwrap();
+        file.set_len(64 << 20).unwrap();
+        for (offset, byte) in [(0, 1), (5 << 20, 2), ((63 << 20) + 4096, 3)] {
+            file.write_all_at(&[byte; 100_000], offset).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_clone_is_equal_sparse_and_independent() {
+        let directory = tempfile::tempdir().unwrap();
+        let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+        sparse_file(&source);
+        clone_file(&source, &target).unwrap();
+        let original = fs::read(&source).unwrap();
+        assert!(original == fs::read(&target).unwrap());
+        assert!(target.metadata().unwrap().blocks() * 512 < 1 << 20);
+        assert_eq!(target.metadata().unwrap().mode() & 0o777, 0o600);
+        OpenOptions::new().write(true).open(&target).unwrap().write_all_at(b"changed", 0).unwrap();
+        assert!(original == fs::read(&source).unwrap());
+    }
+
+    #[test]
+    fn a_sparse_copy_is_equal_and_sparse() {
+        let directory = tempfile::tempdir().unwrap();
+        let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+        sparse_file(&source);
+        let output =
+            OpenOptions::new().read(true).write(true).create_new(true).open(&target).unwrap();
+        sparse_copy(&File::open(&source).unwrap(), &output).unwrap();
+        assert!(fs::read(&source).unwrap() == fs::read(&target).unwrap());
+        assert!(target.metadata().unwrap().blocks() * 512 < 1 << 20);
+        // What the target held before is gone.
+        fs::write(&source, b"short").unwrap();
+        sparse_copy(&File::open(&source).unwrap(), &output).unwrap();
+        assert_eq!(fs::read(&target).unwrap(), b"short");
+    }
+
+    #[test]
+    fn a_clone_replaces_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+        fs::write(&source, b"new").unwrap();
+        fs::write(&target, b"old").unwrap();
+        assert!(clone_file(&source, &target).is_err());
+        assert_eq!(fs::read(&target).unwrap(), b"old");
+    }
+}

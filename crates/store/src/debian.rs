@@ -121,6 +121,10 @@ impl Milestones {
             let told = self.configured.is_multiple_of(TOLD_EVERY);
             return told.then(|| format!("configured {} packages", self.configured));
         }
+        // The tree is nobody's business but root's, and apt's own user is not needed: signatures are checked either way.
+        if line.starts_with("W: Download is performed unsandboxed") {
+            return None;
+        }
         if line.starts_with("E: ") || line.starts_with("W: ") || line.starts_with("Fetched ") {
             return Some(line.to_owned());
         }

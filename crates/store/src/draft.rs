@@ -150,3 +150,64 @@ fn sync_below(directory: &Path) -> Result<()> {
     }
     sync_directory(directory)
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    fn places() -> (tempfile::TempDir, PathBuf, PathBuf) {
+        let directory = tempfile::tempdir().unwrap();
+        let temporary = directory.path().join("temporary");
+        fs::create_dir(&temporary).unwrap();
+        let target = directory.path().join("target");
+        (directory, temporary, target)
+    }
+
+    fn draft_with(temporary: &Path, content: &str) -> Draft {
+        let draft = Draft::create(temporary, "test").unwrap();
+        fs::create_dir(draft.path().join("below")).unwrap();
+        fs::write(draft.path().join("below/file"), content).unwrap();
+        draft
+    }
+
+    #[test]
+    fn a_publish_replaces_the_old_at_once_and_leaves_nothing_behind() {
+        let (_directory, temporary, target) = places();
+        draft_with(&temporary, "old").publish(&target).unwrap();
+        draft_with(&temporary, "new").publish(&target).unwrap();
+        assert_eq!(fs::read_to_string(target.join("below/file")).unwrap(), "new");
+        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_draft_that_is_not_published_goes_away() {
+        let (_directory, temporary, target) = places();
+        draft_with(&temporary, "old").publish(&target).unwrap();
+        drop(draft_with(&temporary, "new"));
+        assert_eq!(fs::read_to_string(target.join("below/file")).unwrap(), "old");
+        assert_eq!(fs::read_dir(&temporary).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn discarding_works_twice() {
+        let (_directory, temporary, target) = places();
+        draft_with(&temporary, "x").publish(&target).unwrap();
+        discard(&target, &temporary).unwrap();
+        discard(&target, &temporary).unwrap();
+        assert!(!target.exists());
+    }
+
+    #[test]
+    fn removing_does_not_follow_links() {
+        let (directory, temporary, _) = places();
+        let precious = directory.path().join("precious");
+        fs::create_dir(&precious).unwrap();
+        fs::write(precious.join("file"), b"x").unwrap();
+        let draft = draft_with(&temporary, "x");
+        symlink(&precious, draft.path().join("link")).unwrap();
+        drop(draft);
+        assert!(precious.join("file").exists());
+    }
+}

@@ -46,9 +46,13 @@ pub fn check(image: &Path) -> Result<()> {
 
 /// The smallest disk that holds the files of `image`, in MiB, with a little room.
 pub fn minimum_mb(image: &Path) -> Result<u64> {
-    let blocks =
-        number(&Tool::new("resize2fs", ASK_DEADLINE).arg("-P").arg(image).run()?.last_lines, ':')
-            .ok_or_else(|| damaged(image, "resize2fs did not tell its minimum"))?;
+    let mut blocks = None;
+    Tool::new("resize2fs", ASK_DEADLINE).arg("-P").arg(image).run_with(&mut |line| {
+        if let Some(number) = line.strip_prefix("Estimated minimum size of the filesystem:") {
+            blocks = number.trim().parse::<u64>().ok();
+        }
+    })?;
+    let blocks = blocks.ok_or_else(|| damaged(image, "resize2fs did not tell its minimum"))?;
     let listing = Tool::new("dumpe2fs", ASK_DEADLINE).arg("-h").arg(image);
     let mut block_size = None;
     listing.run_with(&mut |line| {
@@ -59,10 +63,6 @@ pub fn minimum_mb(image: &Path) -> Result<u64> {
     let block_size =
         block_size.ok_or_else(|| damaged(image, "dumpe2fs did not tell its block size"))?;
     Ok((blocks * block_size).div_ceil(MIB) + SPARE_MB)
-}
-
-fn number(lines: &[String], after: char) -> Option<u64> {
-    lines.last()?.rsplit(after).next()?.trim().parse().ok()
 }
 
 fn damaged(image: &Path, reason: &str) -> Error {

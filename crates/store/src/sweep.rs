@@ -34,3 +34,24 @@ fn is_abandoned(temporary: &Path, path: &Path) -> Result<bool> {
         Err(error) => Err(error),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::draft::Draft;
+
+    #[test]
+    fn leftovers_go_and_what_has_an_owner_stays() {
+        let directory = tempfile::tempdir().unwrap();
+        let layout =
+            Layout::create(directory.path().join("data"), directory.path().join("cache")).unwrap();
+        let draft = Draft::create(&layout.cache_temporary(), "test").unwrap();
+        let (leftover, file) =
+            (layout.cache_temporary().join("tree-1-0"), layout.data_temporary().join("file"));
+        fs::create_dir_all(leftover.join("a/b")).unwrap();
+        fs::write(&file, b"x").unwrap();
+        assert_eq!(temporary(&layout).unwrap(), 2);
+        assert!(draft.path().exists() && !leftover.exists() && !file.exists());
+        assert_eq!(temporary(&layout).unwrap(), 0);
+    }
+}
