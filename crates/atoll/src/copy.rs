@@ -32,8 +32,10 @@ Examples:
   atoll cp $id:/home/panda/chart.png .
   tar -C project -czf - . | atoll cp - $id:/tmp/project.tgz")]
 pub(crate) struct Copy {
+    /// A local file, ID:/path, or - for standard input
     #[arg(value_name = "SOURCE", value_parser = OsStringValueParser::new().try_map(Side::parse))]
     source: Side,
+    /// A local file or directory, ID:/path, or - for standard output
     #[arg(value_name = "TARGET", value_parser = OsStringValueParser::new().try_map(Side::parse))]
     target: Side,
 }

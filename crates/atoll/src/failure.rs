@@ -116,6 +116,15 @@ fn with_causes(error: &(dyn StdError + 'static)) -> String {
     sentence
 }
 
+/// The layers between say only that a connection was being made.
+fn innermost<'a>(error: &'a (dyn StdError + 'static)) -> &'a (dyn StdError + 'static) {
+    let mut innermost = error;
+    while let Some(cause) = innermost.source() {
+        innermost = cause;
+    }
+    innermost
+}
+
 #[cfg(test)]
 mod tests {
     use anyhow::Context;

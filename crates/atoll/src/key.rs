@@ -27,6 +27,7 @@ pub(crate) struct Create {
     /// What it is for
     #[arg(long)]
     label: Option<String>,
+    /// Until it is no longer valid [default: for ever]
     #[arg(long, value_name = "DAYS", value_parser = clap::value_parser!(u32).range(1..))]
     expires_in_days: Option<u32>,
     /// `read` allows lists and plain reads only

@@ -11,6 +11,7 @@ use crate::output;
 /// Print what the commands of a sandbox printed, oldest first
 #[derive(Args)]
 pub(crate) struct Logs {
+    /// The sandbox
     id: SandboxId,
     /// Go on with what is printed from now on, until the sandbox is gone
     #[arg(long, short)]

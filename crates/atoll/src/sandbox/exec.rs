@@ -34,6 +34,7 @@ Examples:
   atoll sandbox exec $id --user panda --cwd /home/panda -- grep -r 'two words' .
   atoll sandbox exec $id -i --timeout 60 -- python3 - < script.py")]
 pub(crate) struct Exec {
+    /// The sandbox
     id: SandboxId,
     /// Seconds until the command and all that it started are killed [default: none]
     #[arg(long, value_name = "SECONDS", value_parser = positive)]
@@ -50,6 +51,7 @@ pub(crate) struct Exec {
     /// Hand it the standard input, which is read to its end first
     #[arg(long, short)]
     interactive: bool,
+    /// A script, or a program and its arguments
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
 }
