@@ -61,7 +61,7 @@ fn explain_client(error: &client::Error) -> (String, Option<String>) {
             way_out(refusal).map(str::to_owned).or_else(|| whom_to_ask(refusal)),
         ),
         Error::Unreachable { .. } => (
-            format!("could not {}", with_causes(error)),
+            format!("could not {error}: {}", innermost(error)),
             Some(
                 "start one with `atoll serve`, or name another with --url or ATOLL_URL".to_owned(),
             ),
