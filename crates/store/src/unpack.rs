@@ -129,6 +129,7 @@ impl<R: Read> Read for Guarded<'_, R> {
     }
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "for map_err")]
 fn unreadable(error: io::Error) -> Error {
     Error::archive(format!("it cannot be read as a tar archive ({error})"))
 }
@@ -213,6 +214,10 @@ impl Unpacking<'_> {
             |value: io::Result<u64>| value.ok().and_then(|n| u32::try_from(n).ok()).unwrap_or(0);
         let owner = Ids { user: number(header.uid()), group: number(header.gid()) };
         let mode = header.mode().map_err(unreadable)? & 0o7777;
+        #[expect(
+            clippy::wildcard_enum_match_arm,
+            reason = "the library's enum is open: any byte is a kind"
+        )]
         match kind {
             tar::EntryType::Directory => {
                 if path.as_os_str().is_empty() {
@@ -236,11 +241,11 @@ impl Unpacking<'_> {
             }
             tar::EntryType::Fifo => self.tree.fifo(named(&path)?, mode, owner)?,
             tar::EntryType::Char | tar::EntryType::Block => return Ok(false),
-            other => {
+            _ => {
+                let kind = char::from(kind.as_byte());
+                let path = path.display();
                 return Err(Error::archive(format!(
-                    "`{}` is of a kind that is not known ({:?})",
-                    path.display(),
-                    char::from(other.as_byte())
+                    "`{path}` is of a kind that is not known ({kind:?})"
                 )));
             }
         }

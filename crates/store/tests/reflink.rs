@@ -1,5 +1,7 @@
 //! Clones on a file system that can share blocks: XFS in a loop device. Needs root, as set-up and the server do.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests are outside of test functions")]
+
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,

@@ -1,5 +1,7 @@
 //! Templates from archives, with the real tools.
 
+#![expect(clippy::unwrap_used, reason = "helpers of tests are outside of test functions")]
+
 use std::{
     fs,
     path::{Path, PathBuf},
