@@ -127,7 +127,7 @@ fn listed(templates: &[Template]) -> String {
             template.cpu.to_string(),
             mebibytes(template.memory_mb),
             mebibytes(template.disk_mb),
-            mebibytes(template.size_bytes >> 20),
+            size(template),
             template.description.clone(),
         ]
     };
@@ -145,11 +145,20 @@ fn described(template: &Template) -> String {
         ("cpu", template.cpu.to_string()),
         ("memory", mebibytes(template.memory_mb)),
         ("disk", mebibytes(template.disk_mb)),
-        ("size", mebibytes(template.size_bytes >> 20)),
+        ("size", size(template)),
         ("owner", if template.is_global { "built in" } else { "you" }.to_owned()),
         ("digest", template.digest.clone()),
         ("built", optional_instant(template.created_at, "not yet")),
     ])
+}
+
+/// A template that nobody has used yet may not be built.
+fn size(template: &Template) -> String {
+    if template.size_bytes == 0 {
+        "-".to_owned()
+    } else {
+        mebibytes(template.size_bytes.div_ceil(1 << 20))
+    }
 }
 
 fn aliases(template: &Template) -> String {
