@@ -1,0 +1,23 @@
+//! What the end-to-end suites share: a server of their own, sandboxes that are given back, waits with a deadline.
+//!
+//! A suite is one test program with one server. Its claims run side by side; see [`suite!`].
+
+mod answer;
+mod footprint;
+mod host;
+mod program;
+mod sandbox;
+mod server;
+mod suite;
+mod wait;
+
+pub use crate::{
+    answer::{Answer, escaped},
+    footprint::Footprint,
+    host::Host,
+    program::program,
+    sandbox::{Sandbox, command, small},
+    server::{End, Options, Server},
+    suite::{Claim, Length, run},
+    wait::{pause, until},
+};

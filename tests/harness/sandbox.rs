@@ -1,0 +1,116 @@
+//! A sandbox that is given back when it is dropped, and what tests do with it most.
+
+use api::{CreateSandbox, ExecRequest, ExecResult, SandboxId};
+use bytes::Bytes;
+use client::{Client, Method, RequestBuilder, WriteOptions};
+use tokio::{runtime::Handle, sync::OwnedSemaphorePermit};
+
+use crate::Answer;
+
+/// The smallest size that is baked ahead, and thus quick.
+pub fn small() -> CreateSandbox {
+    CreateSandbox {
+        template: Some("base".to_owned()),
+        cpu: Some(1),
+        memory_mb: Some(1024),
+        ttl_seconds: Some(3600),
+        ..CreateSandbox::default()
+    }
+}
+
+pub fn command(cmd: impl Into<String>) -> ExecRequest {
+    ExecRequest { cmd: cmd.into(), ..ExecRequest::default() }
+}
+
+pub struct Sandbox {
+    pub id: SandboxId,
+    /// As the create answered it.
+    pub created: api::Sandbox,
+    client: Client,
+    runtime: Handle,
+    /// Given back once it is deleted.
+    room: Option<OwnedSemaphorePermit>,
+    is_deleted: bool,
+}
+
+impl Sandbox {
+    pub(crate) fn new(created: api::Sandbox, client: Client, room: OwnedSemaphorePermit) -> Self {
+        let runtime = Handle::current();
+        Self { id: created.id, created, client, runtime, room: Some(room), is_deleted: false }
+    }
+
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// # Panics
+    /// There is no result; a command that fails has one.
+    pub async fn exec(&self, request: ExecRequest) -> ExecResult {
+        let shown: String = request.cmd.chars().take(200).collect();
+        let result = self.client.exec(&self.id, &request).await;
+        result.unwrap_or_else(|error| panic!("{shown}: {error:?}"))
+    }
+
+    /// What a command that must succeed prints.
+    ///
+    /// # Panics
+    /// It fails.
+    pub async fn run(&self, cmd: &str) -> String {
+        let result = self.exec(command(cmd)).await;
+        assert_eq!(result.exit_code, 0, "{cmd}: {result:?}");
+        result.stdout
+    }
+
+    pub async fn write(&self, path: impl AsRef<[u8]>, content: impl Into<Bytes>) {
+        let content: Bytes = content.into();
+        let length = content.len() as u64;
+        let written = self.client.write_file(&self.id, path, content, &WriteOptions::default()).await;
+        assert_eq!(written.expect("a file can be written").bytes, length);
+    }
+
+    pub async fn read(&self, path: impl AsRef<[u8]>) -> Vec<u8> {
+        let content = self.client.read_file(&self.id, path).await.expect("a file can be read");
+        content.bytes().await.expect("a file has an end")
+    }
+
+    /// Of a directory, sorted.
+    pub async fn names(&self, path: &str) -> Vec<String> {
+        let listing = self.client.list_directory(&self.id, path).await.expect("a directory can be listed");
+        let mut names: Vec<_> = listing.entries.into_iter().map(|entry| entry.name).collect();
+        names.sort();
+        names
+    }
+
+    /// A request to a route of this sandbox: `/exec`, or nothing for itself.
+    pub fn request(&self, method: Method, route: &str) -> RequestBuilder {
+        self.client.request(method, &format!("/v1/sandboxes/{}{route}", self.id))
+    }
+
+    pub async fn get(&self, route: &str) -> Answer {
+        Answer::to(self.request(Method::GET, route)).await
+    }
+
+    pub async fn put(&self, path_and_query: &str, content: impl Into<client::Body>) -> Answer {
+        Answer::to(self.request(Method::PUT, &format!("/fs?path={path_and_query}")).body(content)).await
+    }
+
+    /// # Panics
+    /// It cannot be deleted.
+    pub async fn delete(mut self) {
+        self.client.delete_sandbox(&self.id).await.expect("a sandbox can be deleted");
+        self.is_deleted = true;
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        let (client, id, room) = (self.client.clone(), self.id, self.room.take());
+        if !self.is_deleted {
+            self.runtime.spawn(async move {
+                // It may be gone already, and its server too.
+                let _ = client.delete_sandbox(&id).await;
+                drop(room);
+            });
+        }
+    }
+}
