@@ -81,7 +81,7 @@ impl Demo {
             return self.job(&connection.client()?, connection.output()).await;
         }
         require_root("demo")?;
-        logging::start(LogFormat::Text, "warn");
+        logging::start(LogFormat::Text, "error");
         self.with_own_server(connection.output()).await
     }
 

@@ -24,7 +24,7 @@ pub(crate) struct Prepare {
 impl Prepare {
     pub(crate) async fn run(self) -> anyhow::Result<()> {
         require_root("prepare")?;
-        logging::start(LogFormat::Text, "warn");
+        logging::start(LogFormat::Text, "error");
         let (config, data_dir) = self.settings.scratch_config()?;
         server::prepare(&config, &mut progress()).await?;
         data_dir.close().context("remove the data directory")

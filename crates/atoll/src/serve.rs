@@ -46,7 +46,7 @@ pub(crate) struct Serve {
 impl Serve {
     pub(crate) async fn run(self, output: Output) -> anyhow::Result<()> {
         require_root("serve")?;
-        logging::start(self.log_format, "info");
+        logging::start(self.log_format, "info,sqlx=error");
         let config = self.settings.config(self.listen)?;
         let ready = move |address, first_key| {
             if let Err(error) = announce(output, address, first_key) {

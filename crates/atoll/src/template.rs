@@ -42,7 +42,7 @@ pub(crate) enum TemplateCommand {
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
-  atoll template build geo geo.toml
+  atoll template build notes notes.toml
   docker export CONTAINER | zstd > rootfs.tar.zst; atoll template build mine rootfs.tar.zst")]
 pub(crate) struct BuildTemplate {
     /// The template's name; one of yours that has it is replaced
