@@ -77,10 +77,9 @@ impl Machine {
     pub fn exited(&self) -> impl Future<Output = Ended> + Send + use<> {
         let ended = self.process.ended();
         async move {
-            match ended.await {
-                Error::Exited { status, .. } if status == CLEAN_EXIT => Ended::PoweredOff,
-                other => Ended::Died { reason: other.to_string() },
-            }
+            let end = ended.await;
+            let is_clean = matches!(&end, Error::Exited { status, .. } if status == CLEAN_EXIT);
+            if is_clean { Ended::PoweredOff } else { Ended::Died { reason: end.to_string() } }
         }
     }
 

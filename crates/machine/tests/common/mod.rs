@@ -1,5 +1,10 @@
 //! A machine baked once for all tests of a file, and clones of it. Needs root, QEMU, and a guest in `ATOLL_TEST_GUEST`.
-#![allow(clippy::unwrap_used, clippy::allow_attributes, reason = "tests")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::allow_attributes,
+    dead_code,
+    reason = "shared by several tests"
+)]
 
 use std::fs::File;
 use std::ops::Deref;
