@@ -111,6 +111,12 @@ impl Networks {
         Ok(Self { instance, resolvers: config.resolvers.into() })
     }
 
+    /// Leaves the host as it is, so nothing that it prepared would be walled in: for tests that make no machine.
+    #[doc(hidden)]
+    pub fn without_rules(config: NetworkConfig) -> Result<Self, Error> {
+        Ok(Self { instance: Instance::new(config.instance)?, resolvers: config.resolvers.into() })
+    }
+
     /// Makes the network of `slot`, in place of whatever was left there. What a failed or abandoned
     /// attempt has made goes away with the next attempt, or the next sweep.
     pub async fn prepare(&self, slot: u16) -> Result<Namespace, Error> {

@@ -80,6 +80,10 @@ const KEEPER: &str = r#"
 "#;
 
 /// Returns the directory of its socket.
+#[expect(
+    clippy::zombie_processes,
+    reason = "the keeper outlives this process, to clean up after it"
+)]
 fn start_cluster() -> PathBuf {
     let directory = tempfile::Builder::new()
         .prefix("pg")

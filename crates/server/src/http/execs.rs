@@ -157,18 +157,18 @@ fn events(place: Place, watch: ExecWatch) -> impl Stream<Item = Bytes> {
             let (place, mut watch, mut texts) = state?;
             match watch.next().await {
                 Some(Ok(ExecEvent::Stdout(bytes))) => {
-                    let events = chunk("stdout", texts.stdout.push(&bytes));
+                    let events = chunk("stdout", &texts.stdout.push(&bytes));
                     Some((Vec::from_iter(events), Some((place, watch, texts))))
                 }
                 Some(Ok(ExecEvent::Stderr(bytes))) => {
-                    let events = chunk("stderr", texts.stderr.push(&bytes));
+                    let events = chunk("stderr", &texts.stderr.push(&bytes));
                     Some((Vec::from_iter(events), Some((place, watch, texts))))
                 }
                 Some(Ok(ExecEvent::Ended(status))) => {
                     place.ended(&status);
                     let rest = [
-                        chunk("stdout", texts.stdout.finish()),
-                        chunk("stderr", texts.stderr.finish()),
+                        chunk("stdout", &texts.stdout.finish()),
+                        chunk("stderr", &texts.stderr.finish()),
                     ];
                     Some((rest.into_iter().flatten().chain([end(&status)]).collect(), None))
                 }
@@ -185,7 +185,7 @@ fn events(place: Place, watch: ExecWatch) -> impl Stream<Item = Bytes> {
     batches.flat_map(futures::stream::iter)
 }
 
-fn chunk(name: &str, text: String) -> Option<Bytes> {
+fn chunk(name: &str, text: &str) -> Option<Bytes> {
     (!text.is_empty()).then(|| sse::event(name, &json!({ "chunk": text })))
 }
 

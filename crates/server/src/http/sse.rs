@@ -152,7 +152,8 @@ mod tests {
             let frame = line(&text);
             let frame = std::str::from_utf8(&frame).unwrap();
             prop_assert!(frame.starts_with("data: ") && frame.ends_with("\n\n") && frame.matches('\n').count() == 2);
-            prop_assert!(!frame.contains(['\r', '\u{85}', '\u{2028}']));
+            let is_split = frame.contains(['\r', '\u{85}', '\u{2028}']);
+            prop_assert!(!is_split);
         }
     }
 

@@ -224,14 +224,11 @@ async fn save(field: &mut Field<'_>, data_dir: &FilePath) -> Result<TempPath, Er
 }
 
 fn unwritten(error: io::Error) -> Error {
-    match error.kind() {
-        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => Error::new(
-            ErrorCode::CapacityExceeded,
-            "the server has no room for this root file system",
-        )
-        .because(error),
-        _ => Error::internal(error),
+    if matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded) {
+        let message = "the server has no room for this root file system";
+        return Error::new(ErrorCode::CapacityExceeded, message).because(error);
     }
+    Error::internal(error)
 }
 
 /// Newest first.

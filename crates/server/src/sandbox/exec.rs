@@ -102,8 +102,8 @@ impl ExecWatch {
         let outcome = watched.next().await;
         if !matches!(outcome, Ok(ExecEvent::Stdout(_) | ExecEvent::Stderr(_))) {
             let watched = self.watched.take();
-            if outcome.is_ok() {
-                watched.map(Watched::forget);
+            if let Some(watched) = watched.filter(|_| outcome.is_ok()) {
+                watched.forget();
             }
         }
         Some(outcome)

@@ -14,6 +14,8 @@ mod recovery;
 mod registry;
 mod site;
 mod state;
+#[cfg(test)]
+mod testing;
 
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
@@ -30,7 +32,7 @@ pub(crate) use self::{
     site::{Sites, Slots},
     state::{State, Target},
 };
-use self::{create::ttl_of, registry::locked, state::Wish};
+use self::{create::ttl_of, state::Wish};
 pub use self::{
     exec::{ExecEvent, ExecWatch},
     files::{DirEntries, FileContent, Read, Written, too_large},
@@ -231,10 +233,7 @@ impl Sandboxes {
     pub fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
         let entry = self.registry.find(account, id)?;
         entry.accept(Wish::Inside, self.clock.now_ms())?;
-        let guest = locked(&entry.inside)
-            .as_ref()
-            .map(|inside| inside.guest.clone())
-            .ok_or_else(registry::not_found)?;
+        let guest = entry.guest().ok_or_else(registry::not_found)?;
         Ok(Running {
             guest,
             environment: Arc::new(entry.look(|row| row.environment.clone())),

@@ -6,6 +6,7 @@ use std::{
 };
 
 use api::{AccountId, BootMode, Sandbox, SandboxId};
+use machine::guest::Guest;
 use tokio::sync::{Notify, oneshot, watch};
 
 use super::{
@@ -21,6 +22,9 @@ pub(crate) struct Entry {
     /// Rings when the target changed.
     pub(crate) target_changed: Notify,
     pub(crate) inside: Mutex<Option<Arc<Inside>>>,
+    /// A guest without a machine.
+    #[cfg(test)]
+    pub(crate) stand_in: Mutex<Option<Guest>>,
     pub(crate) logs: Arc<Logs>,
     /// Whoever waits for the first `running`, or why it never came.
     started: Mutex<Option<oneshot::Sender<Result<(), Error>>>>,
@@ -33,10 +37,21 @@ impl Entry {
             row: watch::Sender::new(row),
             target_changed: Notify::new(),
             inside: Mutex::new(None),
+            #[cfg(test)]
+            stand_in: Mutex::new(None),
             logs: Arc::default(),
             started: Mutex::new(None),
             removed: watch::Sender::new(false),
         }
+    }
+
+    /// Of its machine, when there is one.
+    pub(crate) fn guest(&self) -> Option<Guest> {
+        #[cfg(test)]
+        if let Some(guest) = locked(&self.stand_in).clone() {
+            return Some(guest);
+        }
+        locked(&self.inside).as_ref().map(|inside| inside.guest.clone())
     }
 
     pub(crate) fn row(&self) -> SandboxRow {

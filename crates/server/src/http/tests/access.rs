@@ -1,0 +1,247 @@
+//! Who may use what, and what every answer has.
+
+use std::sync::{Mutex, PoisonError};
+
+use api::{ErrorCode, Key, Me, NewKey, Scope};
+use reqwest::Method;
+use utoipa::openapi::PathItem;
+
+use super::{KEY, Server, refusal};
+
+/// All that a key of scope `read` may use: lists and plain reads. A new route is named here or below.
+const READ: &[(&str, &str)] = &[
+    ("GET", "/metrics"),
+    ("GET", "/v1/me"),
+    ("GET", "/v1/me/tokens"),
+    ("GET", "/v1/templates"),
+    ("GET", "/v1/templates/{name}"),
+    ("GET", "/v1/templates/builds"),
+    ("GET", "/v1/templates/builds/{id}"),
+    ("GET", "/v1/templates/builds/{id}/logs"),
+    ("GET", "/v1/sandboxes"),
+    ("GET", "/v1/sandboxes/{id}"),
+    ("GET", "/v1/sandboxes/{id}/lifecycle"),
+    ("GET", "/v1/sandboxes/{id}/logs"),
+    ("GET", "/v1/sandboxes/{id}/fs"),
+    ("GET", "/v1/sandboxes/{id}/fs/dir"),
+    ("GET", "/v1/sandboxes/{id}/fs/stat"),
+];
+const FULL: &[(&str, &str)] = &[
+    ("POST", "/v1/me/tokens"),
+    ("DELETE", "/v1/me/tokens/{token}"),
+    ("DELETE", "/v1/templates/{name}"),
+    ("POST", "/v1/templates/build"),
+    ("POST", "/v1/sandboxes"),
+    ("DELETE", "/v1/sandboxes/{id}"),
+    ("PATCH", "/v1/sandboxes/{id}/lifecycle"),
+    ("POST", "/v1/sandboxes/{id}/exec"),
+    ("POST", "/v1/sandboxes/{id}/exec/stream"),
+    ("PUT", "/v1/sandboxes/{id}/fs"),
+    ("DELETE", "/v1/sandboxes/{id}/fs"),
+];
+const OPEN: &[(&str, &str)] = &[("GET", "/healthz"), ("GET", "/version"), ("GET", "/openapi.json")];
+
+fn methods(item: &PathItem) -> Vec<&'static str> {
+    let all = [
+        ("GET", item.get.is_some()),
+        ("PUT", item.put.is_some()),
+        ("POST", item.post.is_some()),
+        ("DELETE", item.delete.is_some()),
+        ("PATCH", item.patch.is_some()),
+        ("HEAD", item.head.is_some()),
+        ("OPTIONS", item.options.is_some()),
+        ("TRACE", item.trace.is_some()),
+    ];
+    all.into_iter().filter(|(_, exists)| *exists).map(|(method, _)| method).collect()
+}
+
+/// Every route there is, from the document that is generated from them.
+fn all_routes() -> Vec<(&'static str, String)> {
+    let document = super::super::openapi();
+    document
+        .paths
+        .paths
+        .iter()
+        .flat_map(|(path, item)| methods(item).into_iter().map(|method| (method, path.clone())))
+        .collect()
+}
+
+#[tokio::test]
+async fn a_key_that_may_only_read_changes_nothing_on_any_route() {
+    let server = Server::start().await;
+    let key = server.key(Scope::Read).await;
+    for (method, path) in all_routes() {
+        let has = |list: &[(&str, &str)]| list.contains(&(method, path.as_str()));
+        let (open, read, full) = (has(OPEN), has(READ), has(FULL));
+        assert_eq!(
+            usize::from(open) + usize::from(read) + usize::from(full),
+            1,
+            "{method} {path} is missing in this test"
+        );
+
+        let url = path
+            .replace("{id}", &server.sandbox.to_string())
+            .replace("{name}", "base")
+            .replace("{token}", "atl_x");
+        let request = |key: Option<&str>| {
+            let request =
+                server.anonymous(method.parse().unwrap(), &url).query(&[("path", "/nowhere")]);
+            key.map_or(request.try_clone().unwrap(), |key| request.header("X-API-Key", key))
+        };
+        let status = request(Some(&key)).send().await.unwrap().status().as_u16();
+        assert_eq!(status == 403, full, "{method} {path} with a key of scope read: {status}");
+        let status = request(None).send().await.unwrap().status().as_u16();
+        assert_eq!(status == 401, !open, "{method} {path} without a key: {status}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_key_that_is_none_is_refused_and_a_revoked_one_at_once() {
+    let server = Server::start().await;
+    let me = |key: String| server.anonymous(Method::GET, "/v1/me").bearer_auth(key).send();
+    assert_eq!(me(KEY.to_owned()).await.unwrap().json::<Me>().await.unwrap().scope, Scope::Full);
+    for wrong in [String::new(), "wrong".to_owned(), KEY.to_uppercase(), format!("{KEY}x")] {
+        assert_eq!(refusal(me(wrong).await.unwrap()).await, ErrorCode::Unauthenticated);
+    }
+    let created = server
+        .request(Method::POST, "/v1/me/tokens")
+        .json(&serde_json::json!({"label": "ci", "expires_in_days": null}));
+    let created = created.send().await.unwrap();
+    assert_eq!(created.status(), 201);
+    let new: NewKey = created.json().await.unwrap();
+    assert_eq!(me(new.token.clone()).await.unwrap().status(), 200);
+    let listed: Vec<Key> =
+        server.request(Method::GET, "/v1/me/tokens").send().await.unwrap().json().await.unwrap();
+    assert_eq!((listed.len(), listed[0].label.as_str()), (1, "ci"));
+
+    let revoked = server
+        .request(Method::DELETE, &format!("/v1/me/tokens/{}", new.key.prefix))
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(revoked.status(), 204);
+    assert_eq!(refusal(me(new.token).await.unwrap()).await, ErrorCode::Unauthenticated);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn every_refusal_has_the_same_shape() {
+    let server = Server::start().await;
+    let sandbox = format!("/v1/sandboxes/{}", server.sandbox);
+    let nobody = format!("/v1/sandboxes/{}", api::SandboxId::random());
+    for (method, path, body, code) in [
+        (Method::GET, "/v1/nothing", "", ErrorCode::NotFound),
+        (Method::GET, "/", "", ErrorCode::NotFound),
+        (Method::PATCH, "/v1/sandboxes", "", ErrorCode::MethodNotAllowed),
+        (Method::GET, nobody.as_str(), "", ErrorCode::NotFound),
+        (Method::GET, "/v1/sandboxes/not-an-id", "", ErrorCode::NotFound),
+        (Method::POST, "/v1/sandboxes", "{", ErrorCode::InvalidRequest),
+        (Method::POST, "/v1/sandboxes", r#"{"cpu": "two"}"#, ErrorCode::InvalidRequest),
+        (Method::POST, "/v1/me/tokens", r#"{"expires_in_days": 0}"#, ErrorCode::InvalidRequest),
+        (Method::DELETE, "/v1/me/tokens/none", "", ErrorCode::NotFound),
+        (Method::GET, "/v1/templates/none", "", ErrorCode::NotFound),
+        (Method::POST, &format!("{sandbox}/exec"), "", ErrorCode::InvalidRequest),
+        (Method::GET, &format!("{sandbox}/fs"), "", ErrorCode::InvalidRequest),
+        (Method::GET, &format!("{sandbox}/logs?stream=x"), "", ErrorCode::InvalidRequest),
+    ] {
+        let response = server.request(method.clone(), path).body(body).send().await.unwrap();
+        assert_eq!(refusal(response).await, code, "{method} {path} {body}");
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn the_clients_request_id_comes_back_in_header_and_body() {
+    let server = Server::start().await;
+    let response = server
+        .request(Method::GET, "/v1/nothing")
+        .header("X-Request-Id", "mine-1")
+        .send()
+        .await
+        .unwrap();
+    assert_eq!(response.headers()["x-request-id"], "mine-1");
+    assert_eq!(response.json::<api::ErrorBody>().await.unwrap().request_id, "mine-1");
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn metrics_name_routes_and_never_ids() {
+    let server = Server::start().await;
+    server.inside(Method::GET, "/lifecycle").send().await.unwrap();
+    server.anonymous(Method::GET, "/v1/some/thing/of/theirs").send().await.unwrap();
+    let text = server.request(Method::GET, "/metrics").send().await.unwrap().text().await.unwrap();
+    assert!(text.contains(r#"route="/v1/sandboxes/{id}/lifecycle",status="200"} 1"#), "{text}");
+    assert!(!text.contains(&server.sandbox.to_string()) && !text.contains("theirs"), "{text}");
+    server.stop().await;
+}
+
+#[derive(Clone, Default)]
+struct Captured(std::sync::Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Captured {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The runtime has one thread, so that all of the server's log comes here.
+#[tokio::test]
+async fn tokens_environment_and_content_are_in_no_log_line() {
+    let captured = Captured::default();
+    let writer = captured.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_max_level(tracing::Level::TRACE)
+        .with_writer(move || writer.clone())
+        .finish();
+    // With a single subscriber, places that log first in another test's thread would be taken for silent.
+    let _second = tracing::Dispatch::new(tracing::subscriber::NoSubscriber::default());
+    let _guard = tracing::subscriber::set_default(subscriber);
+
+    let server = Server::start().await;
+    let token = server.key(Scope::Full).await;
+    let path = server.directory.path().join("secret-file").display().to_string();
+    let exec = serde_json::json!({"cmd": "echo secret-output; echo $A; cat; exit 3", "env": {"A": "secret-value"}, "stdin": "secret-input"});
+    let bearer = |request: reqwest::RequestBuilder| request.bearer_auth(&token).send();
+    let inside = |method, route: &str| {
+        server.anonymous(method, &format!("/v1/sandboxes/{}{route}", server.sandbox))
+    };
+    bearer(inside(Method::POST, "/exec").json(&exec)).await.unwrap();
+    bearer(inside(Method::POST, "/exec/stream").json(&exec)).await.unwrap().text().await.unwrap();
+    bearer(inside(Method::PUT, "/fs").query(&[("path", &path)]).body("secret-content"))
+        .await
+        .unwrap();
+    bearer(inside(Method::GET, "/fs").query(&[("path", &path)]))
+        .await
+        .unwrap()
+        .bytes()
+        .await
+        .unwrap();
+    bearer(inside(Method::GET, "/fs?path=relative&access_token=secret-token")).await.unwrap();
+    bearer(inside(Method::POST, "/exec").body(r#"{"cmd": 1, "env": {"A": "secret-value"}}"#))
+        .await
+        .unwrap();
+    server.anonymous(Method::GET, "/v1/me").bearer_auth("secret-wrong-key").send().await.unwrap();
+    server.stop().await;
+
+    let log = String::from_utf8(captured.0.lock().unwrap_or_else(PoisonError::into_inner).clone())
+        .unwrap();
+    assert!(log.contains("refused a request"), "nothing was captured: {log}");
+    for secret in [
+        &token[8..],
+        KEY,
+        "secret-output",
+        "secret-value",
+        "secret-input",
+        "secret-content",
+        "secret-token",
+        "secret-wrong-key",
+    ] {
+        assert!(!log.contains(secret), "{secret} is in the log");
+    }
+}

@@ -1,0 +1,163 @@
+//! The API over a real connection, before a real agent: only the virtual machine between them is missing.
+
+mod access;
+mod execs;
+mod files;
+
+use std::{
+    collections::BTreeMap,
+    os::{fd::OwnedFd, unix::net::UnixStream},
+    sync::Arc,
+    time::Duration,
+};
+
+use api::{AccountId, CreateKey, ErrorBody, SandboxId, Scope};
+use machine::guest::Guest;
+use reqwest::{Client, Method, RequestBuilder, Response};
+use store::layout::Layout;
+use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
+
+use crate::{
+    App, Config,
+    clock::Clock,
+    db::{Db, testing},
+    keys::Keys,
+    metrics::Metrics,
+    sandbox::Sandboxes,
+    template::Templates,
+};
+
+const KEY: &str = "the-key-of-the-setting";
+
+/// A server with one running sandbox, whose guest is this host.
+struct Server {
+    app: Arc<App>,
+    url: String,
+    sandbox: SandboxId,
+    client: Client,
+    /// Where the sandbox's files may go.
+    directory: tempfile::TempDir,
+    shutdown: Option<oneshot::Sender<()>>,
+    serving: Option<JoinHandle<()>>,
+    _database: testing::Database,
+}
+
+impl Server {
+    async fn start() -> Self {
+        Self::start_with(BTreeMap::new()).await
+    }
+
+    /// The sandbox was created with this environment.
+    async fn start_with(environment: BTreeMap<String, String>) -> Self {
+        let (database, directory, clock) =
+            (testing::sqlite(), tempfile::tempdir().unwrap(), Clock::default());
+        let db = Db::connect(database.url()).await.unwrap();
+        let config = config(&directory.path().join("data"));
+        let (keys, _) =
+            Keys::open(db.clone(), clock.clone(), config.api_key.clone()).await.unwrap();
+        let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
+        let templates = Templates::open(layout, db.clone(), clock.clone()).await.unwrap();
+        let sandboxes = Sandboxes::testing(db.clone(), clock.clone(), &config).await;
+        let sandbox = SandboxId::random();
+        sandboxes.insert_running(
+            &AccountId::default_account(),
+            sandbox,
+            guest().await,
+            environment,
+        );
+        let app = Arc::new(App {
+            config,
+            clock,
+            keys,
+            metrics: Arc::new(Metrics::new()),
+            sandboxes,
+            templates,
+            db,
+        });
+
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (shutdown, stopped) = oneshot::channel();
+        let serving = tokio::spawn(super::serve(Arc::clone(&app), listener, async {
+            let _ = stopped.await;
+        }));
+        let client = Client::builder().no_proxy().build().unwrap();
+        Self {
+            app,
+            url,
+            sandbox,
+            client,
+            directory,
+            shutdown: Some(shutdown),
+            serving: Some(serving),
+            _database: database,
+        }
+    }
+
+    /// With the key of the setting.
+    fn request(&self, method: Method, path: &str) -> RequestBuilder {
+        self.anonymous(method, path).bearer_auth(KEY)
+    }
+
+    fn anonymous(&self, method: Method, path: &str) -> RequestBuilder {
+        self.client.request(method, format!("{}{path}", self.url)).timeout(Duration::from_secs(60))
+    }
+
+    /// A route of the sandbox.
+    fn inside(&self, method: Method, route: &str) -> RequestBuilder {
+        self.request(method, &format!("/v1/sandboxes/{}{route}", self.sandbox))
+    }
+
+    async fn key(&self, scope: Scope) -> String {
+        let request = CreateKey { scope: Some(scope), ..CreateKey::default() };
+        self.app.keys.create(&AccountId::default_account(), request).await.unwrap().token
+    }
+
+    async fn stop(mut self) {
+        self.shutdown.take();
+        if let Some(serving) = self.serving.take() {
+            tokio::time::timeout(Duration::from_secs(20), serving)
+                .await
+                .expect("the server stops")
+                .unwrap();
+        }
+    }
+}
+
+/// This host, as a sandbox sees its own.
+async fn guest() -> Guest {
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    std::thread::spawn(move || agent::serve(OwnedFd::from(theirs), agent::Options::hosted()));
+    ours.set_nonblocking(true).unwrap();
+    Guest::connect(tokio::net::UnixStream::from_std(ours).unwrap(), Duration::from_secs(10))
+        .await
+        .unwrap()
+}
+
+fn config(directory: &std::path::Path) -> Config {
+    Config {
+        listen: ([127, 0, 0, 1], 0).into(),
+        data_dir: directory.to_owned(),
+        cache_dir: directory.join("cache"),
+        database: None,
+        egress_allow: Vec::new(),
+        api_key: Some(KEY.to_owned()),
+        open_metrics: false,
+        default_ttl: Duration::from_secs(3600),
+        ready_machines: 0,
+        most_machines: 16,
+    }
+}
+
+/// Checks what is the same for every refusal, and returns its code.
+async fn refusal(response: Response) -> api::ErrorCode {
+    let (status, id) = (response.status(), response.headers()["x-request-id"].clone());
+    let text = response.text().await.unwrap();
+    let body: ErrorBody =
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error} in {text}"));
+    assert_eq!(status.as_u16(), body.code.status(), "{text}");
+    assert_eq!(body.error, body.detail);
+    assert!(!body.error.is_empty());
+    assert_eq!(id, body.request_id);
+    body.code
+}

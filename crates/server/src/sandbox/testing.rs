@@ -1,0 +1,87 @@
+//! Sandboxes without machines, for tests of what lies above them.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use api::{AccountId, SandboxId};
+use machine::{
+    Accelerator, Hypervisor,
+    guest::Guest,
+    network::{NetworkConfig, Networks},
+};
+use store::{digest::Digest, initramfs::Initramfs, kernel::Kernel, layout::Layout};
+
+use super::{
+    Bakes, Parts, Pool, Sandboxes, Sites, Slots, State, Target,
+    registry::{Entry, locked},
+};
+use crate::{Config, clock::Clock, db::Db, db::SandboxRow, template::Templates};
+
+impl Sandboxes {
+    /// None can be created: there is no kernel.
+    pub(crate) async fn testing(db: Db, clock: Clock, config: &Config) -> Arc<Self> {
+        let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
+        let networks =
+            NetworkConfig { instance: 0, egress_allow: Vec::new(), resolvers: Vec::new() };
+        let sites = Sites {
+            layout: layout.clone(),
+            networks: Arc::new(Networks::without_rules(networks).unwrap()),
+            slots: Slots::default(),
+            instance: 0,
+        };
+        let nothing = Digest::of(b"");
+        let kernel = Kernel {
+            vmlinuz: layout.data().join("none"),
+            modules: Vec::new(),
+            release: String::new(),
+            digest: nothing.clone(),
+        };
+        let initramfs = Initramfs { path: layout.data().join("none"), digest: nothing };
+        let hypervisor = Hypervisor::find().unwrap();
+        let parts = Parts {
+            templates: Templates::open(layout, db.clone(), clock.clone()).await.unwrap(),
+            db,
+            clock,
+            bakes: Bakes::new(
+                hypervisor.clone(),
+                Accelerator::Tcg,
+                kernel,
+                initramfs,
+                sites.clone(),
+            ),
+            pool: Pool::new(hypervisor, sites.clone(), 0),
+            sites,
+        };
+        Self::new(parts, config)
+    }
+
+    /// One that runs already, with this guest.
+    pub(crate) fn insert_running(
+        &self,
+        account: &AccountId,
+        id: SandboxId,
+        guest: Guest,
+        environment: BTreeMap<String, String>,
+    ) {
+        let entry = Entry::new(SandboxRow {
+            id,
+            account: account.clone(),
+            template: "base".parse().unwrap(),
+            bake: String::new(),
+            cpu: 1,
+            memory_mb: 1024,
+            disk_mb: 1024,
+            state: State::Running,
+            target: Target::Running,
+            metadata: BTreeMap::new(),
+            environment,
+            created_at: self.clock.now_ms(),
+            ttl_seconds: None,
+            expires_at: None,
+            slot: None,
+            boot_ms: 1,
+            error: None,
+        });
+        *locked(&entry.stand_in) = Some(guest);
+        self.registry.insert(&Arc::new(entry));
+    }
+}
