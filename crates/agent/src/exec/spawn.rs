@@ -314,13 +314,12 @@ fn become_program(order: &Order) -> Failed {
             libc::close(score);
         }
         libc::umask(0o022);
-        if let Some((uid, gid, groups, count)) = order.user {
-            if libc::syscall(libc::SYS_setgroups, count, groups) != 0
+        if let Some((uid, gid, groups, count)) = order.user
+            && (libc::syscall(libc::SYS_setgroups, count, groups) != 0
                 || libc::syscall(libc::SYS_setresgid, gid, gid, gid) != 0
-                || libc::syscall(libc::SYS_setresuid, uid, uid, uid) != 0
-            {
-                return (Step::User, *libc::__errno_location(), 0);
-            }
+                || libc::syscall(libc::SYS_setresuid, uid, uid, uid) != 0)
+        {
+            return (Step::User, *libc::__errno_location(), 0);
         }
         if libc::chdir(order.directory) != 0 {
             let error = *libc::__errno_location();

@@ -13,7 +13,7 @@ pub(crate) fn signal(main: i32, signal: Signal) {
         let new: Vec<i32> =
             members(main, &reached).into_iter().filter(|pid| !reached.contains(pid)).collect();
         if new.is_empty() {
-            return;
+            break;
         }
         for pid in new {
             // Stopped first, so that a parent cannot make more children while its own are found.

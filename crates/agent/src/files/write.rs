@@ -197,6 +197,7 @@ fn temporary_name() -> Result<String, Errno> {
     Ok(format!(".atoll-{:016x}", u64::from_ne_bytes(random)))
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "the shape that `map_err` wants")]
 fn errno(error: std::io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
@@ -261,8 +262,8 @@ fn follow_links(path: Vec<u8>) -> Result<Vec<u8>, Failure> {
     for _ in 0..LINKS {
         let target = match readlinkat(CWD, &now[..], Vec::new()) {
             Ok(target) => target.into_bytes(),
-            // Not a link, or nothing there.
-            Err(Errno::INVAL | Errno::NOENT) => return Ok(now),
+            // Not a link, or nothing there; what is in the way is found when the directory is opened.
+            Err(Errno::INVAL | Errno::NOENT | Errno::NOTDIR) => return Ok(now),
             Err(error) => return Err(failed("write", &now, error)),
         };
         let Some((directory, _)) = path::split(&now) else { return Ok(now) };

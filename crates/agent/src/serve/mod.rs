@@ -251,7 +251,7 @@ impl Server {
             self.port.input = input;
             match filled? {
                 Filled::Bytes => {}
-                other => return Ok(other),
+                end @ (Filled::Nothing | Filled::End) => return Ok(end),
             }
         }
         Ok(Filled::Bytes)
