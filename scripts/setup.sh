@@ -157,7 +157,7 @@ set_up_packages() {
 set_up_rust() {
     command -v cargo >/dev/null || [ ! -x "$HOME/.cargo/bin/cargo" ] || PATH=$HOME/.cargo/bin:$PATH
     if ! command -v cargo >/dev/null && [ "$debian" -ge 13 ]; then
-        install_packages rustup
+        install_packages rustup ca-certificates
     fi
     command -v cargo >/dev/null ||
         fail "Rust is missing: install it with rustup (https://rustup.rs), then run this again"
@@ -276,6 +276,6 @@ if [ ! -e "$image" ] && ! mountpoint -q "$pool"; then
     while [ ! -d "$place" ]; do place=$(dirname "$place"); done
     check_space "$place"
 fi
-set_up_packages
 set_up_rust
+set_up_packages
 set_up_pool
