@@ -237,6 +237,7 @@ impl Sandboxes {
             }
         }
         self.registry.remove(&id);
+        entry.logs.close();
         entry.removed.send_replace(true);
         tracing::info!(sandbox = %id, "deleted");
     }
