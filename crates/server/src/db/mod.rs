@@ -142,4 +142,65 @@ mod tests {
             db.close().await;
         }
     }
+
+    #[tokio::test]
+    async fn a_sandbox_comes_back_as_it_went_until_it_is_deleted() {
+        use crate::sandbox::{State, Target};
+        for database in testing::databases().await {
+            let db = Db::connect(database.url()).await.unwrap();
+            let map = |pairs: &[(&str, &str)]| {
+                pairs.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect()
+            };
+            let mut row = SandboxRow {
+                id: api::SandboxId::random(),
+                account: api::AccountId::default_account(),
+                template: "base".parse().unwrap(),
+                bake: "key".to_owned(),
+                cpu: 2,
+                memory_mb: 2048,
+                disk_mb: 10_240,
+                state: State::Creating,
+                target: Target::Running,
+                metadata: map(&[("job", "é \"quoted\"")]),
+                environment: map(&[("A", "1\n2")]),
+                created_at: 1_700_000_000_123,
+                ttl_seconds: Some(3600),
+                expires_at: None,
+                slot: None,
+                boot_ms: 0,
+                error: None,
+            };
+            let same = async |row: &SandboxRow| {
+                let read = db.all_sandboxes().await.unwrap();
+                assert_eq!(read.len(), 1);
+                let tell = |row: &SandboxRow| {
+                    let numbers = (row.cpu, row.memory_mb, row.disk_mb, row.boot_ms, row.slot);
+                    let times = (row.created_at, row.ttl_seconds, row.expires_at);
+                    let maps = (row.metadata.clone(), row.environment.clone());
+                    let states = (row.state, row.target, row.error.clone());
+                    (row.id, row.template.clone(), row.bake.clone(), numbers, times, maps, states)
+                };
+                assert_eq!(tell(&read[0]), tell(row));
+            };
+            db.insert_sandbox(&row).await.unwrap();
+            same(&row).await;
+            assert!(db.insert_sandbox(&row).await.is_err());
+
+            row = SandboxRow {
+                state: State::Running,
+                ttl_seconds: None,
+                expires_at: Some(9),
+                slot: Some(1023),
+                boot_ms: 150,
+                error: Some("why".to_owned()),
+                ..row
+            };
+            db.update_sandbox(&row).await.unwrap();
+            same(&row).await;
+            db.delete_sandbox(&row.id).await.unwrap();
+            db.delete_sandbox(&row.id).await.unwrap();
+            assert!(db.all_sandboxes().await.unwrap().is_empty());
+            db.close().await;
+        }
+    }
 }

@@ -279,4 +279,40 @@ mod tests {
         assert!(collected.truncated);
         assert_eq!(collected.text().len(), MOST_OUTPUT);
     }
+
+    fn ended() -> ExecResult {
+        ExecResult {
+            stdout: "é".to_owned(),
+            stderr: String::new(),
+            exit_code: 124,
+            duration_ms: 22_000,
+            truncated: false,
+            timed_out: true,
+            killed: None,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_takes_long_is_kept_alive_by_white_space() {
+        let result = Box::pin(async {
+            tokio::time::sleep(Duration::from_secs(22)).await;
+            Ok(ended())
+        });
+        let response = kept_alive(result);
+        assert_eq!(response.status(), 200);
+        let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
+        let spaces = body.iter().take_while(|byte| **byte == b' ').count();
+        assert_eq!(spaces, 1 + 22 / 5);
+        let result: ExecResult = serde_json::from_slice(&body).unwrap();
+        assert_eq!((result.exit_code, result.timed_out), (124, true));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_without_a_result_breaks_off() {
+        let result = Box::pin(async {
+            tokio::time::sleep(Duration::from_secs(7)).await;
+            Err(machine::Error::Lost.into())
+        });
+        assert!(axum::body::to_bytes(kept_alive(result).into_body(), usize::MAX).await.is_err());
+    }
 }

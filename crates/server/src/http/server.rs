@@ -1,6 +1,12 @@
 //! The listener and its connections, and the routes about the server itself.
 
-use std::{convert::Infallible, future::Future, pin::pin, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    future::Future,
+    pin::pin,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
 
 use axum::{
     Router,
@@ -124,7 +130,10 @@ pub(super) async fn version() -> impl IntoResponse {
 /// This document.
 #[utoipa::path(get, path = "/openapi.json", tag = "server", responses((status = 200, description = "OpenAPI 3.1")))]
 pub(super) async fn openapi_json() -> impl IntoResponse {
-    ok(super::openapi())
+    static DOCUMENT: OnceLock<Vec<u8>> = OnceLock::new();
+    let document =
+        DOCUMENT.get_or_init(|| serde_json::to_vec(&super::openapi()).unwrap_or_default());
+    ([(CONTENT_TYPE, HeaderValue::from_static("application/json"))], document.as_slice())
 }
 
 /// Figures for Prometheus.

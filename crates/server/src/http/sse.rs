@@ -172,4 +172,14 @@ mod tests {
         assert_eq!(characters.push(&emoji[..3]), "");
         assert_eq!(characters.push(&emoji[3..]), "😀");
     }
+
+    #[tokio::test(start_paused = true)]
+    async fn silence_is_filled_with_comments() {
+        let events = futures::stream::once(async {
+            tokio::time::sleep(Duration::from_secs(25)).await;
+            line("late")
+        });
+        let body = axum::body::to_bytes(response(events).into_body(), usize::MAX).await.unwrap();
+        assert_eq!(body, ": ping\n\n: ping\n\ndata: late\n\n");
+    }
 }

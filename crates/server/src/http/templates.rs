@@ -97,7 +97,7 @@ pub(super) async fn build(
         let broken = |_| Error::invalid("the multipart body cannot be read");
         multipart_form(
             Multipart::from_request(request, &()).await.map_err(broken)?,
-            &app.config.data_dir,
+            &app.templates.uploads(),
         )
         .await?
     } else {
@@ -146,7 +146,7 @@ fn urlencoded_form(fields: &Query) -> Result<BuildForm, Error> {
     })
 }
 
-async fn multipart_form(mut parts: Multipart, data_dir: &FilePath) -> Result<BuildForm, Error> {
+async fn multipart_form(mut parts: Multipart, uploads: &FilePath) -> Result<BuildForm, Error> {
     let mut form = BuildForm::default();
     for _ in 0..MOST_FIELDS {
         let field = patiently(parts.next_field()).await?;
@@ -154,7 +154,7 @@ async fn multipart_form(mut parts: Multipart, data_dir: &FilePath) -> Result<Bui
         match field.name().unwrap_or_default() {
             "name" => form.name = Some(text_of(&mut field).await?),
             "recipe" => form.recipe = Some(text_of(&mut field).await?),
-            "rootfs" => form.rootfs = Some(save(&mut field, data_dir).await?),
+            "rootfs" => form.rootfs = Some(save(&mut field, uploads).await?),
             // Read to its end, so that the client gets to see the refusal.
             "dockerfile" => form.dockerfile |= skip(&mut field).await? > 0,
             "image_ref" => form.image_ref |= skip(&mut field).await? > 0,
@@ -201,8 +201,8 @@ async fn skip(field: &mut Field<'_>) -> Result<u64, Error> {
     Ok(bytes)
 }
 
-async fn save(field: &mut Field<'_>, data_dir: &FilePath) -> Result<TempPath, Error> {
-    let directory = data_dir.to_owned();
+async fn save(field: &mut Field<'_>, uploads: &FilePath) -> Result<TempPath, Error> {
+    let directory = uploads.to_owned();
     let made = tokio::task::spawn_blocking(move || {
         tempfile::Builder::new().prefix("upload-").suffix(".tar").tempfile_in(directory)
     });
@@ -278,4 +278,71 @@ fn lines(log: BuildLog) -> impl Stream<Item = Bytes> {
     futures::stream::unfold(log, |mut log| async move {
         log.next().await.map(|line| (sse::line(&line), log))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use axum::body::Body;
+
+    use super::*;
+
+    async fn form(fields: &[(&str, &str)], uploads: &FilePath) -> Result<BuildForm, Error> {
+        let mut body = String::new();
+        for (name, content) in fields {
+            body.push_str(&format!(
+                "--cut\r\nContent-Disposition: form-data; name=\"{name}\"; filename=\"f\"\r\n\r\n{content}\r\n"
+            ));
+        }
+        body.push_str("--cut--\r\n");
+        let request = Request::builder()
+            .header(CONTENT_TYPE, "multipart/form-data; boundary=cut")
+            .body(Body::from(body))
+            .unwrap();
+        multipart_form(Multipart::from_request(request, &()).await.unwrap(), uploads).await
+    }
+
+    #[tokio::test]
+    async fn a_root_file_system_is_kept_only_while_someone_wants_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let fields = [("name", "mine"), ("size_mb", "1024"), ("rootfs", "a tar")];
+        let (name, source, path) =
+            source_of(form(&fields, directory.path()).await.unwrap()).unwrap();
+        let BuildSource::Tar(tar) = source else { panic!("it is a tar") };
+        assert_eq!(name.as_str(), "mine");
+        assert_eq!(std::fs::read_to_string(&tar).unwrap(), "a tar");
+        drop(path);
+        assert!(!tar.exists());
+
+        let cut_short = [("rootfs", "a tar"), ("recipe", "\u{fffd}")];
+        drop(form(&cut_short, directory.path()).await.unwrap());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_built_is_refused_with_the_way_out() {
+        let directory = tempfile::tempdir().unwrap();
+        for (fields, word) in [
+            (&[("name", "a"), ("dockerfile", "FROM x"), ("src/app.py", "x")][..], "recipe"),
+            (&[("name", "a"), ("image_ref", "x")], "recipe"),
+            (&[("name", "a")], "missing"),
+            (&[("recipe", "x")], "name"),
+            (&[("name", "../a"), ("recipe", "x")], "name"),
+            (&[("name", "builds"), ("recipe", "x")], "name"),
+            (&[("name", "a"), ("recipe", "x"), ("rootfs", "x")], "both"),
+        ] {
+            let refused = source_of(form(fields, directory.path()).await.unwrap()).err().unwrap();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest);
+            assert!(refused.message.contains(word), "{refused}");
+        }
+        let empty = form(&[("name", "a"), ("rootfs", "")], directory.path()).await.err().unwrap();
+        assert!(empty.message.contains("rootfs"));
+    }
+
+    #[test]
+    fn a_form_may_be_urlencoded() {
+        let form = urlencoded_form(&Query::parse(b"name=mine&recipe=from+%3D+%22base%22")).unwrap();
+        let (name, source, _) = source_of(form).unwrap();
+        assert!(matches!(source, BuildSource::Recipe(text) if text == "from = \"base\""));
+        assert_eq!(name.as_str(), "mine");
+    }
 }

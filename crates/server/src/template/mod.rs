@@ -89,6 +89,11 @@ impl Templates {
             .find(|template| template.name == *name || template.recipe.aliases.contains(name))
     }
 
+    /// Where a root file system is kept on its way into a build. What a server leaves there, its next start removes.
+    pub(crate) fn uploads(&self) -> std::path::PathBuf {
+        self.layout.data_temporary()
+    }
+
     fn find_own(&self, account: &AccountId, name: &TemplateName) -> Option<TemplateRow> {
         let own = self.own.read().unwrap_or_else(PoisonError::into_inner);
         own.get(&(account.clone(), name.clone())).cloned()

@@ -166,6 +166,24 @@ async fn the_clients_request_id_comes_back_in_header_and_body() {
 }
 
 #[tokio::test]
+async fn a_handler_that_panics_answers_all_the_same() {
+    let server = Server::start().await;
+    let panicking = axum::routing::get(async || -> () { panic!("on purpose") });
+    let layer = axum::middleware::from_fn_with_state(
+        std::sync::Arc::clone(&server.app),
+        super::super::edge::edge,
+    );
+    let mut router = axum::Router::new().route("/", panicking).layer(layer);
+    let request = http::Request::get("/").body(axum::body::Body::empty()).unwrap();
+    let response = tower::Service::call(&mut router, request).await.unwrap();
+    assert_eq!(response.status(), 500);
+    let body = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
+    let body: api::ErrorBody = serde_json::from_slice(&body).unwrap();
+    assert!(body.code == ErrorCode::Internal && !body.error.contains("on purpose"));
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn metrics_name_routes_and_never_ids() {
     let server = Server::start().await;
     server.inside(Method::GET, "/lifecycle").send().await.unwrap();

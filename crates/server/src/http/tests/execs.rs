@@ -188,6 +188,16 @@ async fn a_stream_tells_output_as_it_comes_and_the_exit_code_last() {
 }
 
 #[tokio::test]
+async fn a_stream_begins_before_the_first_output() {
+    let server = Server::start().await;
+    let request = json!({"cmd": "sleep 30", "timeout_seconds": 31});
+    let request = server.inside(Method::POST, "/exec/stream").json(&request).send();
+    let head = tokio::time::timeout(Duration::from_secs(5), request).await;
+    assert_eq!(head.expect("the head comes at once").unwrap().status(), 200);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_character_that_comes_byte_by_byte_is_told_whole() {
     let server = Server::start().await;
     let cmd =
