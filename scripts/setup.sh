@@ -6,7 +6,7 @@ set -euo pipefail
 pool=${ATOLL_POOL:-/var/lib/atoll}
 pool=${pool%/}
 image=$pool.img
-log=${TMPDIR:-/tmp}/atoll-setup.log
+log=/var/log/atoll-setup.log
 gigabyte=$((1000 * 1000 * 1000))
 space_needed=$((12 * gigabyte))
 largest_image=$((200 * gigabyte))
