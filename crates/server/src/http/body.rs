@@ -55,6 +55,10 @@ pub(super) async fn read(body: Body, limit: usize) -> Result<Bytes, Error> {
 fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
     let text = bytes.trim_ascii();
     let text = if text.is_empty() || text == b"null" { b"{}" } else { text };
+    // An array would be taken for an object without the names of its fields.
+    if text.first() != Some(&b'{') {
+        return Err(Error::invalid("the body: it must be a JSON object"));
+    }
     let mut json = serde_json::Deserializer::from_slice(text);
     let value = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let path = error.path().to_string();
@@ -143,6 +147,7 @@ mod tests {
             refused::<CreateSandbox>(r#"{"metadata": {"a": 1}}"#).starts_with("`metadata.a`: ")
         );
         assert!(refused::<ExecRequest>("").contains("`cmd`"));
+        assert!(refused::<CreateSandbox>("[]").contains("object"));
         assert!(!refused::<ExecRequest>("{").contains("line"));
         assert!(refused::<ExecRequest>(r#"{"cmd": "a"} b"#).contains("behind the end"));
     }

@@ -57,6 +57,17 @@ pub(crate) struct StartOrder {
     pub(crate) began: Instant,
 }
 
+/// Waits for a running sandbox's machine to end by itself.
+async fn machine_end(entry: &Entry) -> Ended {
+    let inside = locked(&entry.inside).clone();
+    match inside {
+        Some(inside) if entry.look(|row| row.state) == State::Running => {
+            inside.machine.exited().await
+        }
+        Some(_) | None => std::future::pending().await,
+    }
+}
+
 impl Sandboxes {
     /// Runs until the sandbox is removed, or the server closes.
     pub(crate) async fn drive(self: Arc<Self>, entry: Arc<Entry>, mut order: Option<StartOrder>) {
@@ -81,11 +92,17 @@ impl Sandboxes {
                     self.remove(&entry).await;
                     return;
                 }
-                None => tokio::select! {
-                    () = entry.target_changed.notified() => {}
-                    () = self.note_the_end(&entry) => {}
-                    () = self.closed.cancelled() => return,
-                },
+                None => {
+                    let ended = tokio::select! {
+                        () = entry.target_changed.notified() => None,
+                        ended = machine_end(&entry) => Some(ended),
+                        () = self.closed.cancelled() => return,
+                    };
+                    // Not among the above: giving back what the machine had must not be cut short.
+                    if let Some(ended) = ended {
+                        self.note_the_end(&entry, ended).await;
+                    }
+                }
             }
         }
     }
@@ -168,15 +185,9 @@ impl Sandboxes {
         }
     }
 
-    /// Waits for the machine to end by itself, then says how.
-    async fn note_the_end(&self, entry: &Entry) {
-        let Some(inside) = locked(&entry.inside).clone() else {
-            return std::future::pending().await;
-        };
-        if entry.look(|row| row.state) != State::Running {
-            return std::future::pending().await;
-        }
-        let (state, error) = match inside.machine.exited().await {
+    /// The machine has ended by itself.
+    async fn note_the_end(&self, entry: &Entry, ended: Ended) {
+        let (state, error) = match ended {
             Ended::PoweredOff => (State::Stopped, None),
             Ended::Died { reason } => {
                 tracing::error!(sandbox = %entry.look(|row| row.id), %reason, "a virtual machine ended unexpectedly");
