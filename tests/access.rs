@@ -72,7 +72,7 @@ const ROUTES: [(&str, &str, Gate); 29] = [
 fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuilder {
     let mut path = route.replace("{id}", id).replace("{name}", "base").replace("{token}", "atl_12345678");
     if route.contains("/fs") {
-        path.push_str("?path=/etc/hostname");
+        path.push_str(if route.ends_with("/dir") { "?path=/etc" } else { "?path=/etc/hostname" });
     }
     let request = client.request(method.to_uppercase().parse().unwrap(), &path);
     match (method, route) {

@@ -344,7 +344,7 @@ async fn a_directory_of_many_entries_is_listed_whole(host: Host) {
 
 async fn a_listing_tells_what_the_clients_read(host: Host) {
     let sandbox = host.sandbox().await;
-    sandbox.run("mkdir -p /srv/l/dir && cd /srv/l && printf 12345 > file && chmod 4751 file && touch -d @1000000000.9 file && ln -s dir link && chown panda file").await;
+    sandbox.run("mkdir -p /srv/l/dir && cd /srv/l && printf 12345 > file && chown panda file && chmod 4751 file && touch -d @1000000000.9 file && ln -s dir link").await;
     let listing = sandbox.get("/fs/dir?path=/srv/l").await.json();
     assert_eq!(listing["path"], "/srv/l");
     let entries = listing["entries"].as_array().unwrap();

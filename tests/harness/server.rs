@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
-    process::{Child, Command},
+    process::{Child, ChildStdout, Command},
 };
 
 use crate::{
@@ -257,7 +257,7 @@ fn new_log() -> PathBuf {
 async fn launch(data: &Path, log: &Path, options: &Options) -> (Child, String, Option<String>) {
     let errors = OpenOptions::new().append(true).open(log).expect("the log was made");
     let mut process = Command::new(program())
-        .args(["serve", "--listen", &options.listen, "--data-dir"])
+        .args(["--json", "serve", "--listen", &options.listen, "--data-dir"])
         .arg(data)
         .args(&options.arguments)
         .env("ATOLL_POOL", pool())
@@ -279,17 +279,13 @@ async fn launch(data: &Path, log: &Path, options: &Options) -> (Child, String, O
     }
 }
 
-/// Lines for a shell: the URL always, and the first time a key as well. They come in one piece.
-async fn announcement(mut stdout: BufReader<tokio::process::ChildStdout>) -> Option<(String, Option<String>)> {
+/// The URL always, and the first time a key as well.
+async fn announcement(mut stdout: BufReader<ChildStdout>) -> Option<(String, Option<String>)> {
     let mut text = String::new();
     while stdout.read_line(&mut text).await.ok()? > 0 {
-        if text.contains("ATOLL_URL=") {
-            text.push_str(&String::from_utf8_lossy(stdout.buffer()));
-            let value = |name: &str| {
-                let line = text.lines().find_map(|line| line.strip_prefix(&format!("export {name}=")));
-                line.map(str::to_owned)
-            };
-            return Some((value("ATOLL_URL")?, value("ATOLL_KEY")));
+        if let Ok(told) = serde_json::from_str::<serde_json::Value>(&text) {
+            let value = |name: &str| told[name].as_str().map(str::to_owned);
+            return Some((value("url")?, value("key")));
         }
     }
     None
