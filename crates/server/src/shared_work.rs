@@ -77,6 +77,18 @@ impl<T: Clone + Send + Sync + 'static> SharedWork<T> {
     }
 }
 
+impl<T> SharedWork<T> {
+    /// The next who asks begins anew.
+    pub(crate) fn forget(&self, key: &str) {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).remove(key);
+    }
+
+    /// What was asked for so far.
+    pub(crate) fn keys(&self) -> Vec<String> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
+    }
+}
+
 /// An error with all its causes, for the log.
 pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
     let mut text = error.to_string();
@@ -122,6 +134,15 @@ mod tests {
             work.get("key", PATIENT, "busy", || async { Err(Error::internal("disk full")) }).await;
         assert!(failed.is_err());
         assert_eq!(work.get("key", PATIENT, "busy", || async { Ok(7) }).await.unwrap(), 7);
+    }
+
+    #[tokio::test]
+    async fn what_was_forgotten_is_done_again() {
+        let work = SharedWork::default();
+        assert_eq!(work.get("key", PATIENT, "busy", || async { Ok(1) }).await.unwrap(), 1);
+        work.forget("key");
+        assert_eq!(work.get("key", PATIENT, "busy", || async { Ok(2) }).await.unwrap(), 2);
+        assert_eq!(work.keys(), ["key"]);
     }
 
     #[tokio::test]

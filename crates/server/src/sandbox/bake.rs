@@ -24,6 +24,8 @@ pub(crate) const BAKE_PATIENCE: Duration = Duration::from_secs(20);
 const LOCK_DEADLINE: Duration = Duration::from_secs(900);
 /// The imports of a big template take long under emulation.
 const WARM_UP_DEADLINE: Duration = Duration::from_secs(180);
+/// All bakes together may take so much of the host's disk before old ones go.
+const KEPT_BYTES: u64 = 20 << 30;
 /// Of what a failed one printed, for the log.
 const WARM_UP_OUTPUT: usize = 4096;
 const REST_DEADLINE: Duration = Duration::from_secs(30);
@@ -120,16 +122,28 @@ impl Bakes {
         patience: Duration,
     ) -> Result<Arc<Baked>, Error> {
         let key = Digest::of(self.description(template, size).as_bytes());
+        let baked = self.find_or_begin(&key, template, size, patience).await?;
+        if baked.files.memory().exists() {
+            return Ok(baked);
+        }
+        // Another server of this cache made room.
+        self.work.forget(key.as_str());
+        self.find_or_begin(&key, template, size, patience).await
+    }
+
+    async fn find_or_begin(
+        self: &Arc<Self>,
+        key: &Digest,
+        template: &Template,
+        size: &Size,
+        patience: Duration,
+    ) -> Result<Arc<Baked>, Error> {
+        let busy =
+            "this size of the template is being prepared for the first time; try again shortly";
         let (bakes, template, size, name) =
             (Arc::clone(self), template.clone(), size.clone(), key.clone());
-        self.work
-            .get(
-                key.as_str(),
-                patience,
-                "this size of the template is being prepared for the first time; try again shortly",
-                || async move { bakes.find_or_make(&name, &template, &size).await },
-            )
-            .await
+        let work = || async move { bakes.find_or_make(&name, &template, &size).await };
+        self.work.get(key.as_str(), patience, busy, work).await
     }
 
     async fn find_or_make(
@@ -193,6 +207,7 @@ impl Bakes {
         let layout = self.layout.clone();
         let files = blocking(move || draft.publish(&layout, manifest)).await?;
         tracing::info!(key = key.short(), seconds = began.elapsed().as_secs(), "baked");
+        self.make_room().await;
         Ok(files)
     }
 
