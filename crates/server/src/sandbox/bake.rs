@@ -211,6 +211,21 @@ impl Bakes {
         Ok(files)
     }
 
+    /// Bakes of sizes and agents that nobody asks for any longer go, the longest unused first.
+    async fn make_room(&self) {
+        let in_use: Vec<_> = self.work.keys().iter().filter_map(|key| key.parse().ok()).collect();
+        let layout = self.layout.clone();
+        let removing =
+            move || store::bake::remove_least_recently_used(&layout, KEPT_BYTES, &in_use);
+        match blocking(removing).await {
+            Ok(removed) if removed.is_empty() => {}
+            Ok(removed) => {
+                tracing::info!(count = removed.len(), "removed bakes that were long unused")
+            }
+            Err(error) => tracing::warn!(source = ?error.source, "failed to remove old bakes"),
+        }
+    }
+
     async fn make(
         &self,
         draft: &BakeDraft,
