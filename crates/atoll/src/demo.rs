@@ -3,6 +3,7 @@
 use std::{
     future::Future,
     path::PathBuf,
+    pin::{Pin, pin},
     time::{Duration, Instant},
 };
 
@@ -16,6 +17,7 @@ use tokio::sync::oneshot;
 use crate::{
     Connection,
     failure::Failure,
+    interrupt,
     logging::{self, LogFormat},
     output::{Output, remark},
     prepare, serve,
@@ -77,37 +79,44 @@ struct Step {
 
 impl Demo {
     pub(crate) async fn run(self, connection: &Connection) -> anyhow::Result<()> {
+        // From here on an interrupt ends the work, not the program: there is a sandbox and a directory to remove.
+        let stop = pin!(interrupt::requested()?);
         if self.with_server {
-            return self.job(&connection.client()?, connection.output()).await;
+            return self.job(&connection.client()?, connection.output(), stop).await;
         }
         require_root("demo")?;
         logging::start(LogFormat::Text, "error");
-        self.with_own_server(connection.output()).await
+        self.with_own_server(connection.output(), stop).await
     }
 
-    async fn with_own_server(&self, output: Output) -> anyhow::Result<()> {
+    async fn with_own_server(
+        &self,
+        output: Output,
+        mut stop: Pin<&mut impl Future<Output = ()>>,
+    ) -> anyhow::Result<()> {
         let (config, data_dir) = self.settings.scratch_config()?;
-        server::prepare(&config, &mut prepare::progress()).await?;
+        let mut progress = prepare::progress();
+        interrupt::unless(stop.as_mut(), server::prepare(&config, &mut progress)).await?;
         let (tell, told) = oneshot::channel();
         let (end, ended) = oneshot::channel::<()>();
         let ready = move |address, key: Option<String>| {
             // Nobody listens only when the demo has ended already.
             let _ = tell.send((address, key));
         };
-        let mut server = std::pin::pin!(server::run(config, ready, async move {
+        let mut server = pin!(server::run(config, ready, async move {
             // Dropping the other end is a request to end as well.
             let _ = ended.await;
         }));
         let job = async move {
             let Ok((address, key)) = told.await else { return Ok(()) };
             let outcome = match Client::new(&serve::url_of(address), key.as_deref()) {
-                Ok(client) => unless_interrupted(self.job(&client, output)).await,
+                Ok(client) => self.job(&client, output, stop).await,
                 Err(error) => Err(error.into()),
             };
             drop(end);
             outcome
         };
-        let mut job = std::pin::pin!(job);
+        let mut job = pin!(job);
         let outcome = tokio::select! {
             stopped = &mut server => {
                 stopped?;
@@ -120,7 +129,12 @@ impl Demo {
         outcome
     }
 
-    async fn job(&self, client: &Client, output: Output) -> anyhow::Result<()> {
+    async fn job(
+        &self,
+        client: &Client,
+        output: Output,
+        stop: impl Future<Output = ()>,
+    ) -> anyhow::Result<()> {
         let mut steps = Vec::new();
         let request = CreateSandbox {
             template: Some("code-interpreter".to_owned()),
@@ -134,7 +148,7 @@ impl Demo {
             client.create_sandbox(&request),
         )
         .await?;
-        let drawn = unless_interrupted(self.draw(client, &sandbox, &mut steps)).await;
+        let drawn = interrupt::unless(stop, self.draw(client, &sandbox, &mut steps)).await;
         let deleted =
             step(&mut steps, "delete the sandbox", client.delete_sandbox(&sandbox.id)).await;
         let chart = drawn?;
@@ -196,15 +210,4 @@ async fn step<T, E>(
         steps.push(Step { name: name.to_owned(), milliseconds });
     }
     outcome
-}
-
-/// An interrupt must not keep the sandbox and the data directory from being removed.
-async fn unless_interrupted<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    tokio::select! {
-        outcome = work => outcome,
-        interrupt = tokio::signal::ctrl_c() => {
-            interrupt.context("listen for interrupts")?;
-            Err(Failure::new("interrupted").into())
-        }
-    }
 }

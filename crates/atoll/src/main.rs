@@ -3,6 +3,7 @@
 mod copy;
 mod demo;
 mod failure;
+mod interrupt;
 mod key;
 mod logging;
 mod logs;

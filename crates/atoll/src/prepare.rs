@@ -6,6 +6,7 @@ use anyhow::Context;
 use clap::Args;
 
 use crate::{
+    interrupt,
     logging::{self, LogFormat},
     output::remark,
     settings::{Settings, require_root},
@@ -26,7 +27,8 @@ impl Prepare {
         require_root("prepare")?;
         logging::start(LogFormat::Text, "error");
         let (config, data_dir) = self.settings.scratch_config()?;
-        server::prepare(&config, &mut progress()).await?;
+        interrupt::unless(interrupt::requested()?, server::prepare(&config, &mut progress()))
+            .await?;
         data_dir.close().context("remove the data directory")
     }
 }

@@ -1,17 +1,15 @@
 //! `atoll serve`: the server.
 
 use std::{
-    future::Future,
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
 };
 
-use anyhow::Context;
 use clap::Args;
 use serde::Serialize;
-use tokio::signal::unix::{SignalKind, signal};
 
 use crate::{
+    interrupt,
     logging::{self, LogFormat},
     output::{Output, remark},
     settings::{Settings, require_root},
@@ -53,7 +51,7 @@ impl Serve {
                 remark(format_args!("warning: nobody reads where the server listens: {error}"));
             }
         };
-        Ok(server::run(config, ready, end_signal()?).await?)
+        Ok(server::run(config, ready, interrupt::requested()?).await?)
     }
 }
 
@@ -78,18 +76,6 @@ pub(crate) fn url_of(mut address: SocketAddr) -> String {
         IpAddr::V4(_) | IpAddr::V6(_) => {}
     }
     format!("http://{address}")
-}
-
-/// Comes with the first interrupt or SIGTERM.
-fn end_signal() -> anyhow::Result<impl Future<Output = ()> + Send + 'static> {
-    let mut interrupt = signal(SignalKind::interrupt()).context("listen for interrupts")?;
-    let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;
-    Ok(async move {
-        tokio::select! {
-            _ = interrupt.recv() => {}
-            _ = terminate.recv() => {}
-        }
-    })
 }
 
 #[cfg(test)]
