@@ -75,11 +75,12 @@ pub struct Prepared {
     started: Started,
 }
 
-/// Killed when dropped, until it becomes a machine.
+/// A process with both connections; it ends when this is dropped.
 #[derive(Debug)]
 struct Started {
-    /// `None` once it has become a machine.
-    parts: Option<(Process, Qmp, UnixStream)>,
+    process: Process,
+    qmp: Qmp,
+    channel: UnixStream,
     directory: PathBuf,
 }
 
@@ -179,7 +180,7 @@ impl Hypervisor {
         let place = Place { directory, uid: PROBE_UID, tap: None };
         let files = KernelFiles::read(kernel, initramfs)?;
         let started = self.start(&spec, &memory, place, Some((&files, Verbosity::Full))).await?;
-        let (process, qmp, _) = started.parts();
+        let Started { process, qmp, .. } = &started;
         let end = Instant::now() + PROBE;
         qmp.run("cont", json!({})).await?;
         let mut boots = false;
@@ -191,7 +192,8 @@ impl Hypervisor {
         Ok(boots)
     }
 
-    /// Boots a machine and waits until its agent has answered.
+    /// Boots a machine and waits until its agent has answered. It is meant to be saved: when it powers off, it only
+    /// stands still, so that its console can be read.
     ///
     /// # Errors
     /// [`Error::NotBooted`] with the end of the console; the process is gone then.
@@ -209,23 +211,26 @@ impl Hypervisor {
         own(0, 0o444).map_err(Error::host("take the memory back"))?;
         let started = started?;
         started.put_root_disk(boot.root_disk).await?;
-        started.qmp().run("cont", json!({})).await?;
-        let qmp = started.qmp().clone();
+        started.qmp.run("cont", json!({})).await?;
         let machine = started.into_machine(None);
-        match machine.connect_guest(BOOT).await {
-            Ok(_) => Ok(machine),
-            Err(error) => {
-                let console = crate::machine::console(&qmp).await.unwrap_or_default();
-                let stderr = machine.stderr();
-                machine.kill().await?;
-                let console = format!("{}{stderr}", last_lines(&console));
-                Err(if matches!(error, Error::Silent) {
-                    Error::NotBooted { console }
-                } else {
-                    error
-                })
-            }
-        }
+        let failure = tokio::select! {
+            connected = machine.connect_guest(BOOT) => match connected {
+                Ok(_) => {
+                    machine.outlive();
+                    return Ok(machine);
+                }
+                Err(error) => error,
+            },
+            failure = machine.halted() => failure,
+        };
+        let console = machine.console().await.unwrap_or_default();
+        machine.kill().await?;
+        let has_no_answer = matches!(failure, Error::Silent);
+        Err(if has_no_answer {
+            Error::NotBooted { console: last_lines(&console).into() }
+        } else {
+            failure
+        })
     }
 
     /// Starts a process ahead of the state that it will be given. `memory` is that of the state; it is only read.
@@ -334,7 +339,7 @@ impl Started {
             Ok((qmp, channel))
         };
         match explained(&process, connected).await {
-            Ok((qmp, channel)) => Ok(Self { parts: Some((process, qmp, channel)), directory }),
+            Ok((qmp, channel)) => Ok(Self { process, qmp, channel, directory }),
             Err(error) => {
                 process.kill().await?;
                 Err(error)
@@ -342,25 +347,14 @@ impl Started {
         }
     }
 
-    fn parts(&self) -> (&Process, &Qmp, &UnixStream) {
-        let (process, qmp, channel) =
-            self.parts.as_ref().expect("only `into_machine` takes them, and the rest with it");
-        (process, qmp, channel)
-    }
-
-    fn qmp(&self) -> &Qmp {
-        self.parts().1
-    }
-
-    /// `grown`: the root disk's new length, of which the guest does not know yet.
-    fn into_machine(mut self, grown: Option<u64>) -> Machine {
-        let (process, qmp, channel) = self.parts.take().expect("it is taken once, with the whole");
-        Machine::new(process, qmp, channel, std::mem::take(&mut self.directory), grown)
+    /// It still ends when it is dropped. `grown`: the root disk's new length, of which the guest does not know yet.
+    fn into_machine(self, grown: Option<u64>) -> Machine {
+        Machine::new(self.process, self.qmp, self.channel, self.directory, grown)
     }
 
     /// Before the guest runs, so it needs not be told the size.
     async fn put_root_disk(&self, disk: File) -> Result<()> {
-        let qmp = self.qmp();
+        let qmp = &self.qmp;
         qmp.add_descriptor(ROOT_SET, disk.into()).await?;
         // Flushing waits until the file is needed elsewhere: this disk goes with its sandbox.
         let cache = json!({ "direct": false, "no-flush": true });
@@ -374,21 +368,13 @@ impl Started {
     }
 }
 
-impl Drop for Started {
-    fn drop(&mut self) {
-        if let Some((process, _, _)) = &self.parts {
-            process.send_kill();
-        }
-    }
-}
-
 impl Prepared {
     pub fn pid(&self) -> u32 {
-        self.started.parts().0.pid()
+        self.started.process.pid()
     }
 
     pub fn has_exited(&self) -> bool {
-        self.started.parts().0.has_ended()
+        self.started.process.has_ended()
     }
 
     /// Loads a saved state. The machine is paused then; the lock on its disk is only taken by [`Machine::resume`].
@@ -406,12 +392,14 @@ impl Prepared {
         disk_bytes: u64,
         base_disk_bytes: u64,
     ) -> Result<Machine> {
-        let process = self.started.parts().0;
+        let process = &self.started.process;
         let loading = self.load_state(state, root_disk, disk_bytes, base_disk_bytes);
         match explained(process, loading).await {
             Ok(()) => {
                 let grown = Some(disk_bytes).filter(|_| disk_bytes > base_disk_bytes);
-                Ok(self.started.into_machine(grown))
+                let machine = self.started.into_machine(grown);
+                machine.outlive();
+                Ok(machine)
             }
             Err(error) => {
                 process.kill().await?;
@@ -427,7 +415,7 @@ impl Prepared {
         disk_bytes: u64,
         base_disk_bytes: u64,
     ) -> Result<()> {
-        let (process, qmp, _) = self.started.parts();
+        let Started { process, qmp, .. } = &self.started;
         // `block_resize` truncates the file to what it is told.
         let length = root_disk.metadata().map_err(Error::host("measure a disk"))?.len();
         if length != disk_bytes || disk_bytes < base_disk_bytes {

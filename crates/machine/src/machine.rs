@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::hypervisor::explained;
 use crate::memory;
-use crate::process::Process;
+use crate::process::{Exit, Process};
 use crate::qemu_args::{CONSOLE, CONSOLE_BYTES};
 use crate::qmp::Qmp;
 use crate::sockets;
@@ -25,14 +25,16 @@ const SAVED_SET: u32 = 3;
 /// Saving stops the machine, and that flushes its disks.
 const SAVE: Duration = Duration::from_secs(60);
 
-/// QEMU leaves so when its guest powered off, or rebooted under `-no-reboot`.
-const CLEAN_EXIT: &str = "status 0";
+const HALT_POLL: Duration = Duration::from_millis(200);
 
 /// How a machine ended by itself.
 #[derive(Debug)]
 pub enum Ended {
+    /// The guest did so, or rebooted, or its kernel panicked.
     PoweredOff,
-    Died { reason: String },
+    Died {
+        reason: String,
+    },
 }
 
 #[derive(Debug)]
@@ -73,13 +75,20 @@ impl Machine {
         self.process.pid()
     }
 
+    pub(crate) fn outlive(&self) {
+        self.process.outlive();
+    }
+
     /// Waits for the end of the process, which nobody here asked for.
     pub fn exited(&self) -> impl Future<Output = Ended> + Send + use<> {
-        let ended = self.process.ended();
+        let (exit, qmp, end) = (self.process.exit(), self.qmp.clone(), self.process.ended());
         async move {
-            let end = ended.await;
-            let is_clean = matches!(&end, Error::Exited { status, .. } if status == CLEAN_EXIT);
-            if is_clean { Ended::PoweredOff } else { Ended::Died { reason: end.to_string() } }
+            let exit = exit.await;
+            // For a process that was adopted only QEMU's last words tell.
+            if exit == Exit::Code(0) || (exit == Exit::Unknown && qmp.guest_has_shut_down().await) {
+                return Ended::PoweredOff;
+            }
+            Ended::Died { reason: end.await.to_string() }
         }
     }
 
@@ -121,6 +130,21 @@ impl Machine {
     pub async fn is_running(&self) -> Result<bool> {
         let status = explained(&self.process, self.qmp.run("query-status", json!({}))).await?;
         Ok(status["status"] == "running")
+    }
+
+    /// Waits until the guest of a boot has powered off or its kernel has panicked.
+    pub(crate) async fn halted(&self) -> Error {
+        loop {
+            match explained(&self.process, self.qmp.run("query-status", json!({}))).await {
+                Ok(status)
+                    if status["status"] == "shutdown" || status["status"] == "internal-error" =>
+                {
+                    return Error::Silent;
+                }
+                Ok(_) => tokio::time::sleep(HALT_POLL).await,
+                Err(error) => return error,
+            }
+        }
     }
 
     /// Writes the state of all devices, without memory, to a file made there. The machine has to be stopped; it stays

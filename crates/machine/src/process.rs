@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "the child's privileges are dropped between fork and exec")]
 
 use std::collections::VecDeque;
+use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
@@ -12,6 +13,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -44,14 +46,33 @@ pub(crate) struct Launch<'a> {
     pub(crate) inherited: &'a [RawFd],
 }
 
-/// Dropping it leaves the process alone.
+/// Dropping it ends the process, unless that was told to outlive us.
 #[derive(Debug)]
 pub(crate) struct Process {
     pid: u32,
-    pidfd: Arc<OwnedFd>,
+    pidfd: OwnedFd,
     directory: PathBuf,
-    ended: watch::Receiver<Option<String>>,
+    exit: watch::Receiver<Option<Exit>>,
     stderr: Arc<Mutex<VecDeque<u8>>>,
+    outlives: AtomicBool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Exit {
+    Code(i32),
+    Signal(i32),
+    /// Of a process that another server started.
+    Unknown,
+}
+
+impl fmt::Display for Exit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "status {code}"),
+            Self::Signal(signal) => write!(f, "signal {signal}"),
+            Self::Unknown => f.write_str("nobody knows how"),
+        }
+    }
 }
 
 impl Process {
@@ -95,6 +116,7 @@ impl Process {
         let mut words = text.split_whitespace();
         let pid: u32 = words.next().and_then(|word| word.parse().ok()).ok_or_else(missing)?;
         let process = Self::watch(pid, directory, None).map_err(|_| missing())?;
+        process.outlive();
         // The descriptor is held, so the number cannot pass to another process behind this comparison.
         let is_ours = words.eq(identity(pid).unwrap_or_default().split_whitespace())
             && std::fs::metadata(format!("/proc/{pid}"))
@@ -105,7 +127,7 @@ impl Process {
     fn watch(pid: u32, directory: &Path, stderr: Option<OwnedFd>) -> Result<Self> {
         let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Error::Lost)?;
         let open = || rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK);
-        let pidfd = Arc::new(open().map_err(|errno| Error::host("watch qemu")(errno.into()))?);
+        let pidfd = open().map_err(|errno| Error::host("watch qemu")(errno.into()))?;
         // After a restart the pipe is found through the process that still holds it.
         let stderr = stderr.map(File::from).or_else(|| {
             use std::os::unix::fs::OpenOptionsExt;
@@ -113,13 +135,14 @@ impl Process {
             File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()
         });
         let kept = Arc::new(Mutex::new(VecDeque::new()));
-        let (end, ended) = watch::channel(None);
+        let (end, exit) = watch::channel(None);
         let watched = pidfd.try_clone().map_err(Error::host("watch qemu"))?;
         // SAFETY: it owns the descriptor, and nothing takes it out.
         let watched = unsafe { AsyncFd::register(watched) };
         let watched = watched.map_err(|error| Error::host("watch qemu")(error.into()))?;
         tokio::spawn(keep_stderr_until_the_end(watched, stderr, kept.clone(), end));
-        Ok(Self { pid, pidfd, directory: directory.into(), ended, stderr: kept })
+        let outlives = AtomicBool::new(false);
+        Ok(Self { pid, pidfd, directory: directory.into(), exit, stderr: kept, outlives })
     }
 
     fn write_pid_file(&self) -> Result<()> {
@@ -135,20 +158,31 @@ impl Process {
         self.pid
     }
 
+    /// From now on the process goes on without us.
+    pub(crate) fn outlive(&self) {
+        self.outlives.store(true, Ordering::Relaxed);
+    }
+
     /// Waits until the process has ended, however long that takes.
-    pub(crate) fn ended(&self) -> impl Future<Output = Error> + Send + use<> {
-        let (mut ended, stderr) = (self.ended.clone(), self.stderr.clone());
+    pub(crate) fn exit(&self) -> impl Future<Output = Exit> + Send + use<> {
+        let mut exit = self.exit.clone();
         async move {
-            let status = match ended.wait_for(Option::is_some).await {
-                Ok(status) => status.clone().unwrap_or_default(),
-                Err(_) => "unknown".into(),
-            };
-            Error::Exited { status, stderr: text_of(&stderr) }
+            exit.wait_for(Option::is_some)
+                .await
+                .ok()
+                .and_then(|exit| *exit)
+                .unwrap_or(Exit::Unknown)
         }
     }
 
+    /// The same, as the reason why something else failed.
+    pub(crate) fn ended(&self) -> impl Future<Output = Error> + Send + use<> {
+        let (exit, stderr) = (self.exit(), self.stderr.clone());
+        async move { Error::Exited { status: exit.await.to_string(), stderr: text_of(&stderr) } }
+    }
+
     pub(crate) fn has_ended(&self) -> bool {
-        self.ended.borrow().is_some()
+        self.exit.borrow().is_some()
     }
 
     pub(crate) fn stderr(&self) -> String {
@@ -157,7 +191,7 @@ impl Process {
 
     pub(crate) fn send_kill(&self) {
         // An error means that it is gone already.
-        let _ = rustix::process::pidfd_send_signal(&*self.pidfd, Signal::KILL);
+        let _ = rustix::process::pidfd_send_signal(&self.pidfd, Signal::KILL);
     }
 
     pub(crate) async fn kill(&self) -> Result<()> {
@@ -175,12 +209,20 @@ impl Process {
     }
 }
 
+impl Drop for Process {
+    fn drop(&mut self) {
+        if !*self.outlives.get_mut() {
+            self.send_kill();
+        }
+    }
+}
+
 /// Owned by the process it watches: it ends with that one, and reaps it.
 async fn keep_stderr_until_the_end(
     pidfd: AsyncFd<OwnedFd>,
     stderr: Option<File>,
     kept: Arc<Mutex<VecDeque<u8>>>,
-    end: watch::Sender<Option<String>>,
+    end: watch::Sender<Option<Exit>>,
 ) {
     let mut stderr = stderr.and_then(|file| pipe::Receiver::from_file(file).ok());
     loop {
@@ -203,17 +245,19 @@ async fn keep_stderr_until_the_end(
     if let Some(stderr) = &stderr {
         while read_now(stderr, &kept).is_ok_and(|count| count > 0) {}
     }
-    let options = WaitIdOptions::EXITED;
-    let status = match rustix::process::waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), options) {
+    let exit = match rustix::process::waitid(
+        WaitId::PidFd(pidfd.get_ref().as_fd()),
+        WaitIdOptions::EXITED,
+    ) {
         Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
-            (Some(code), _) => format!("status {code}"),
-            (None, Some(signal)) => format!("signal {signal}"),
-            (None, None) => "unknown".into(),
+            (Some(code), _) => Exit::Code(code),
+            (None, Some(signal)) => Exit::Signal(signal),
+            (None, None) => Exit::Unknown,
         },
         // An adopted process is not our child.
-        Ok(None) | Err(_) => "unknown".into(),
+        Ok(None) | Err(_) => Exit::Unknown,
     };
-    let _ = end.send(Some(status));
+    let _ = end.send(Some(exit));
 }
 
 /// False when no more can come.

@@ -169,6 +169,8 @@ pub(crate) fn process(spec: &MachineSpec, inherited: &Inherited, start: &Start) 
     }
     match *start {
         Start::Boot { kernel, initramfs, console } => {
+            // A boot that fails is asked for its console first.
+            arguments.add("-action", "shutdown=pause");
             arguments.add("-kernel", format!("/proc/self/fd/{kernel}"));
             arguments.add("-initrd", format!("/proc/self/fd/{initramfs}"));
             arguments.add("-append", command_line(spec.accelerator, console));

@@ -1,9 +1,11 @@
-//! QEMU's control socket. One task owns the connection; every command has a deadline. Events are not needed here: the
-//! end of the process and the state of a load are asked for directly.
+//! QEMU's control socket. One task owns the connection; every command has a deadline. Of all events only the guest's own
+//! shutdown is noticed: the rest is asked for directly.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use futures::StreamExt;
@@ -21,11 +23,13 @@ pub(crate) const PROMPT: Duration = Duration::from_secs(10);
 /// A longer answer is not QEMU's: its console's 64 KiB in base64 is the longest asked for.
 const LONGEST_LINE: usize = 1 << 20;
 const WAITING_COMMANDS: usize = 16;
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// Cheap to clone; the connection ends with the last one.
 #[derive(Debug, Clone)]
 pub(crate) struct Qmp {
     commands: mpsc::Sender<Command>,
+    guest_shut_down: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
@@ -39,12 +43,13 @@ struct Command {
 impl Qmp {
     pub(crate) async fn connect(stream: UnixStream, deadline: Duration) -> Result<Self> {
         let (commands, received) = mpsc::channel(WAITING_COMMANDS);
+        let guest_shut_down = Arc::new(AtomicBool::new(false));
+        let qmp = Self { commands, guest_shut_down: guest_shut_down.clone() };
         tokio::spawn(async move {
-            if let Err(error) = serve(&stream, received).await {
+            if let Err(error) = serve(&stream, received, &guest_shut_down).await {
                 tracing::debug!(%error, "the control connection ended");
             }
         });
-        let qmp = Self { commands };
         qmp.run_within(deadline, "qmp_capabilities", json!({}), None).await?;
         Ok(qmp)
     }
@@ -58,6 +63,13 @@ impl Qmp {
         self.run_within(PROMPT, "add-fd", json!({ "fdset-id": set }), Some(descriptor))
             .await
             .map(drop)
+    }
+
+    /// Whether the guest has ended the machine itself. Waits shortly for the last words of a QEMU that has ended.
+    pub(crate) async fn guest_has_shut_down(&self) -> bool {
+        // An error means that the connection is still there.
+        let _ = tokio::time::timeout(LAST_WORDS, self.commands.closed()).await;
+        self.guest_shut_down.load(Ordering::Acquire)
     }
 
     pub(crate) async fn run_within(
@@ -80,7 +92,11 @@ impl Qmp {
     }
 }
 
-async fn serve(stream: &UnixStream, mut commands: mpsc::Receiver<Command>) -> io::Result<()> {
+async fn serve(
+    stream: &UnixStream,
+    mut commands: mpsc::Receiver<Command>,
+    guest_shut_down: &AtomicBool,
+) -> io::Result<()> {
     let reader = ReadHalf(stream);
     let mut lines = FramedRead::new(reader, LinesCodec::new_with_max_length(LONGEST_LINE));
     let mut waiting: HashMap<u64, (&'static str, oneshot::Sender<Result<Value>>)> = HashMap::new();
@@ -99,6 +115,9 @@ async fn serve(stream: &UnixStream, mut commands: mpsc::Receiver<Command>) -> io
                 let Some(line) = line else { return Ok(()) };
                 let line = line.map_err(io::Error::other)?;
                 let Ok(mut message) = serde_json::from_str::<Value>(&line) else { continue };
+                if message["event"] == "SHUTDOWN" && message["data"]["guest"] == true {
+                    guest_shut_down.store(true, Ordering::Release);
+                }
                 let Some((name, answer)) = message["id"].as_u64().and_then(|id| waiting.remove(&id)) else { continue };
                 let result = match message.get("error") {
                     Some(error) => Err(Error::QmpRefused {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use common::{Bake, DEADLINE, Running, place, run};
 use machine::guest::Request;
-use machine::hypervisor::Hypervisor;
+use machine::hypervisor::{Boot, Hypervisor};
 use machine::{Ended, Error, Machine};
 
 fn is_alive(pid: u32) -> bool {
@@ -191,6 +191,32 @@ async fn a_later_server_finds_the_machine_again() {
 }
 
 #[tokio::test]
+async fn a_guest_that_powers_off_is_not_taken_for_a_crash_not_even_by_a_later_server() {
+    let bake = Bake::shared().await;
+    let (machine, guest) = bake.start("powers-off").await;
+    guest.call(Request::Shutdown { grace_ms: 0 }, DEADLINE).await.unwrap();
+    let ended = tokio::time::timeout(DEADLINE, machine.exited()).await.unwrap();
+    assert!(matches!(ended, Ended::PoweredOff), "{ended:?}");
+
+    let directory = bake.clone_disk("powers-off-later");
+    let home = place(directory.clone());
+    let known =
+        machine::hypervisor::Place { directory: directory.clone(), uid: home.uid, tap: None };
+    let machine = Running::from(
+        bake.load(bake.prepare(home).await, &directory.join("rootfs")).await.unwrap(),
+    );
+    machine.resume().await.unwrap();
+    // The first server is killed: its ends of the sockets close. Its child is still ours, so it is reaped here, too.
+    drop(machine.into_inner());
+    let machine = Running::from(Hypervisor::adopt(&known).await.unwrap());
+    let guest = machine.connect_guest(DEADLINE).await.unwrap();
+    guest.call(Request::Repair(common::repair()), DEADLINE).await.unwrap();
+    guest.call(Request::Shutdown { grace_ms: 0 }, DEADLINE).await.unwrap();
+    let ended = tokio::time::timeout(DEADLINE, machine.exited()).await.unwrap();
+    assert!(matches!(ended, Ended::PoweredOff), "{ended:?}");
+}
+
+#[tokio::test]
 async fn a_process_that_is_not_the_machines_is_not_adopted() {
     let bake = Bake::shared().await;
     let directory = bake.directory.join("impostor");
@@ -237,4 +263,66 @@ async fn a_qemu_has_no_privileges_and_no_network_but_its_own() {
     assert!(
         limits.lines().any(|line| line.starts_with("Max core file size") && line.contains(" 0 "))
     );
+}
+
+#[tokio::test]
+async fn the_probe_decides_soon_and_remembers() {
+    let directory = common::scratch("probe");
+    let remembered = directory.join("accelerator");
+    let hypervisor = Hypervisor::find().unwrap();
+    let probe = async || {
+        let begun = Instant::now();
+        let (kernel, initramfs) = (common::guest_file("vmlinuz"), common::guest_file("initramfs"));
+        (hypervisor.probe(&kernel, &initramfs, &remembered).await.unwrap(), begun.elapsed())
+    };
+    let (first, duration) = probe().await;
+    assert!(duration < Duration::from_secs(40));
+    let (second, duration) = probe().await;
+    assert_eq!(first, second);
+    assert!(duration < Duration::from_secs(1));
+    let left: Vec<_> =
+        std::fs::read_dir(&directory).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert!(left.iter().all(|name| name == "accelerator"), "{left:?}");
+}
+
+#[tokio::test]
+async fn a_kernel_that_does_not_come_up_is_told_with_its_console_and_leaves_no_process() {
+    let directory = common::scratch("no-agent");
+    std::fs::create_dir(directory.join("place")).unwrap();
+    // A kernel without the agent panics and, having no way to reboot, ends QEMU.
+    let initramfs = directory.join("initramfs");
+    File::create(&initramfs).unwrap();
+    let memory = File::options()
+        .create_new(true)
+        .read(true)
+        .write(true)
+        .open(directory.join("memory"))
+        .unwrap();
+    memory.set_len(common::SPEC.shape.memory_bytes()).unwrap();
+    let disk = File::options()
+        .create_new(true)
+        .read(true)
+        .write(true)
+        .open(directory.join("rootfs"))
+        .unwrap();
+    disk.set_len(1 << 20).unwrap();
+    let boot = Boot {
+        kernel: common::guest_file("vmlinuz"),
+        initramfs,
+        memory,
+        root_disk: disk,
+        place: place(directory.join("place")),
+    };
+    let error = Hypervisor::find()
+        .unwrap()
+        .boot(&common::SPEC, boot)
+        .await
+        .map(Running::from)
+        .map(|_| ())
+        .unwrap_err();
+    assert!(
+        matches!(error, Error::NotBooted { ref console } if console.contains("Kernel panic")),
+        "{error}"
+    );
+    assert!(!directory.join("place/qemu.pid").exists());
 }
