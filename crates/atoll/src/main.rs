@@ -16,7 +16,7 @@ mod settings;
 mod template;
 mod version;
 
-use std::process::ExitCode;
+use std::{process::ExitCode, time::Duration};
 
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use client::Client;
@@ -101,8 +101,9 @@ fn main() -> ExitCode {
         }
     };
     let ended = runtime.block_on(run(atoll));
-    // A read of standard input cannot be cancelled and must not hold the program.
-    runtime.shutdown_background();
+    // Dropping its tasks ends what they own, like a machine that is being baked. Bounded, because a read of standard
+    // input cannot be cancelled.
+    runtime.shutdown_timeout(Duration::from_secs(1));
     ended.unwrap_or_else(|error| failure::report(&error))
 }
 
