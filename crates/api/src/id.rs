@@ -13,7 +13,9 @@ pub struct InvalidId {
 }
 
 /// A UUID. Becomes part of file names.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+)]
 #[serde(transparent)]
 pub struct SandboxId(uuid::Uuid);
 
@@ -32,7 +34,9 @@ impl fmt::Display for SandboxId {
 impl FromStr for SandboxId {
     type Err = InvalidId;
     fn from_str(text: &str) -> Result<Self, InvalidId> {
-        uuid::Uuid::try_parse(text).map(Self).map_err(|_| InvalidId { what: "a sandbox id", rule: "a UUID" })
+        uuid::Uuid::try_parse(text)
+            .map(Self)
+            .map_err(|_| InvalidId { what: "a sandbox id", rule: "a UUID" })
     }
 }
 

@@ -43,7 +43,11 @@ pub struct Sandbox {
     pub guest_ip: String,
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
-    #[serde(with = "time::serde::rfc3339::option", skip_serializing_if = "Option::is_none", default)]
+    #[serde(
+        with = "time::serde::rfc3339::option",
+        skip_serializing_if = "Option::is_none",
+        default
+    )]
     pub expires_at: Option<OffsetDateTime>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub ttl_seconds: Option<u64>,

@@ -1,5 +1,7 @@
 //! Templates and their builds.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
@@ -37,6 +39,18 @@ pub enum BuildStatus {
     Baking,
     Done,
     Failed,
+}
+
+impl fmt::Display for BuildStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Queued => "queued",
+            Self::Running => "running",
+            Self::Baking => "baking",
+            Self::Done => "done",
+            Self::Failed => "failed",
+        })
+    }
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, ToSchema)]

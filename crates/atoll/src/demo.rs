@@ -96,7 +96,7 @@ impl Demo {
     ) -> anyhow::Result<()> {
         let (config, data_dir) = self.settings.scratch_config()?;
         let mut progress = prepare::progress();
-        interrupt::unless(stop.as_mut(), server::prepare(&config, &mut progress)).await?;
+        server::prepare(&config, &mut progress, stop.as_mut()).await?;
         let (tell, told) = oneshot::channel();
         let (end, ended) = oneshot::channel::<()>();
         let ready = move |address, key: Option<String>| {

@@ -27,8 +27,7 @@ impl Prepare {
         require_root("prepare")?;
         logging::start(LogFormat::Text, "error");
         let (config, data_dir) = self.settings.scratch_config()?;
-        interrupt::unless(interrupt::requested()?, server::prepare(&config, &mut progress()))
-            .await?;
+        server::prepare(&config, &mut progress(), interrupt::requested()?).await?;
         data_dir.close().context("remove the data directory")
     }
 }

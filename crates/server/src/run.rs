@@ -1,10 +1,10 @@
 //! From settings to a server that answers, and the set-up that can be done before.
 
-use std::{future::Future, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, future::Future, net::SocketAddr, sync::Arc, time::Duration};
 
 use api::{AccountId, ErrorCode};
 use machine::{
-    Hypervisor, Shape,
+    Accelerator, Hypervisor, Shape,
     network::{NetworkConfig, Networks},
 };
 use store::Layout;
@@ -37,13 +37,6 @@ struct Ground {
     sites: Sites,
     hypervisor: Hypervisor,
     clock: Clock,
-}
-
-/// What is to become of the host's packet filter rules: sandboxes that go on need theirs.
-#[derive(Clone, Copy)]
-enum Walls {
-    Keep,
-    Remove,
 }
 
 /// Serves until `shutdown` resolves. Running sandboxes go on afterwards, for the next server of the data directory.
@@ -96,21 +89,25 @@ pub async fn run(
     crate::http::serve(app, listener, shutdown).await;
     warm_up.abort();
     sandboxes.close().await;
-    let walls = if sandboxes.is_empty() { Walls::Remove } else { Walls::Keep };
-    ground.close(walls).await
+    ground.close(&sandboxes.slots()).await
 }
 
 /// Everything that a first start would have to make, with a line for each step: kernel, templates, their default sizes.
+/// Ends early, and leaves nothing half-made, when `shutdown` resolves.
 ///
 /// # Errors
 /// What is missing, with the way out.
 pub async fn prepare(
     config: &Config,
     progress: &mut (dyn FnMut(&str) + Send),
+    shutdown: impl Future<Output = ()>,
 ) -> Result<(), Error> {
     let ground = Ground::lay(config, progress).await?;
-    let done = bake_defaults(&ground, progress).await;
-    done.and(ground.close(Walls::Remove).await)
+    let done = tokio::select! {
+        done = bake_defaults(&ground, progress) => done,
+        () = shutdown => Err(refuse("interrupted")),
+    };
+    done.and(ground.close(&BTreeSet::new()).await)
 }
 
 async fn bake_defaults(
@@ -203,12 +200,18 @@ impl Ground {
             .map_err(Error::internal)?
             .map_err(Error::from_start)?
         };
-        progress("accelerator");
         let remembered = layout.accelerator();
         let accelerator = hypervisor
             .probe(&kernel.vmlinuz, &initramfs.path, &remembered)
             .await
             .map_err(Error::from_start)?;
+        progress(&format!("accelerator: {accelerator}"));
+        if accelerator == Accelerator::Tcg {
+            // By QEMU's own security policy; see docs/reference.
+            tracing::warn!(
+                "without KVM the emulator itself is no security boundary: only its confinement on this host is"
+            );
+        }
         let network = NetworkConfig {
             instance: instance.number,
             egress_allow: config.egress_allow.clone(),
@@ -227,12 +230,13 @@ impl Ground {
         Ok(Self { instance, db, networks, templates, bakes, sites, hypervisor, clock })
     }
 
-    /// Lets go of what only a running server needs.
-    async fn close(self, walls: Walls) -> Result<(), Error> {
+    /// Gives back what no sandbox in the `kept` slots needs: a bake under way, and the host's packet filter rules when
+    /// there are no such sandboxes.
+    async fn close(self, kept: &BTreeSet<u16>) -> Result<(), Error> {
         self.db.close().await;
-        match walls {
-            Walls::Keep => {}
-            Walls::Remove => self.networks.close().await.map_err(Error::internal)?,
+        self.sites.remove_leftovers(kept).await?;
+        if kept.is_empty() {
+            self.networks.close().await.map_err(Error::internal)?;
         }
         drop(self.instance);
         Ok(())

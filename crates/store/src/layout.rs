@@ -64,7 +64,7 @@ impl Layout {
 
     /// Which accelerator works on this host, once that was found out.
     pub fn accelerator(&self) -> PathBuf {
-        self.data.join("accelerator")
+        self.cache.join("accelerator")
     }
 
     /// Half-made things that end in `data`; on its file system, so that a rename can publish them.

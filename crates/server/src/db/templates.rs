@@ -91,7 +91,7 @@ impl Db {
         .bind(&build.id)
         .bind(build.account.as_str())
         .bind(build.name.as_str())
-        .bind(status_text(build.status))
+        .bind(build.status.to_string())
         .bind(build.error.as_deref())
         .bind(build.created_at)
         .bind(build.ended_at)
@@ -167,16 +167,6 @@ fn build_of(row: &AnyRow) -> Result<BuildRow, Error> {
     })
 }
 
-fn status_text(status: BuildStatus) -> &'static str {
-    match status {
-        BuildStatus::Queued => "queued",
-        BuildStatus::Running => "running",
-        BuildStatus::Baking => "baking",
-        BuildStatus::Done => "done",
-        BuildStatus::Failed => "failed",
-    }
-}
-
 fn status_of(text: &str) -> Result<BuildStatus, Error> {
     [
         BuildStatus::Queued,
@@ -186,7 +176,7 @@ fn status_of(text: &str) -> Result<BuildStatus, Error> {
         BuildStatus::Failed,
     ]
     .into_iter()
-    .find(|status| status_text(*status) == text)
+    .find(|status| status.to_string() == text)
     .ok_or_else(|| Error::internal(format!("a build has the unknown status `{text}`")))
 }
 

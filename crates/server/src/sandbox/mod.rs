@@ -17,13 +17,19 @@ mod state;
 #[cfg(test)]
 mod testing;
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use api::{AccountId, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
 use machine::guest::Guest;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+#[cfg(test)]
+pub(crate) use self::exec::watch_again;
 pub(crate) use self::{
     bake::{Bakes, Size},
     create::{DEFAULT_TEMPLATE, check_environment},
@@ -267,9 +273,9 @@ impl Sandboxes {
         counts
     }
 
-    /// Whether any would be left without a server.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.registry.len() == 0
+    /// Of the machines that run.
+    pub(crate) fn slots(&self) -> BTreeSet<u16> {
+        self.registry.all().iter().filter_map(|entry| entry.look(|row| row.slot)).collect()
     }
 
     /// How many machines stand ready, for the metrics.

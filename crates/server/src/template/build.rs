@@ -180,7 +180,7 @@ impl Templates {
     }
 
     async fn note(&self, row: &BuildRow) {
-        tracing::info!(build = %row.id, template = %row.name, status = ?row.status, "template build");
+        tracing::info!(build = %row.id, template = %row.name, status = %row.status, "template build");
         if let Err(error) = self.db.put_build(row).await {
             tracing::error!(build = %row.id, source = ?error.source, "failed to write a build's row");
         }
