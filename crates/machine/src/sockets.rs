@@ -1,6 +1,7 @@
 //! Unix sockets below a directory whose path may be longer than a socket's address can be.
 
 use std::fs::File;
+use std::io::ErrorKind;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
@@ -23,7 +24,7 @@ fn short(directory: &Path) -> Result<(File, PathBuf)> {
 pub(crate) fn listen(directory: &Path, name: &str) -> Result<UnixListener> {
     let (_handle, short) = short(directory)?;
     match std::fs::remove_file(short.join(name)) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
             return Err(Error::file("remove", directory.join(name))(error));
         }
         Ok(()) | Err(_) => {}
@@ -33,7 +34,12 @@ pub(crate) fn listen(directory: &Path, name: &str) -> Result<UnixListener> {
 
 pub(crate) async fn connect(directory: &Path, name: &str) -> Result<UnixStream> {
     let (_handle, short) = short(directory)?;
-    UnixStream::connect(short.join(name))
-        .await
-        .map_err(Error::file("connect to", directory.join(name)))
+    UnixStream::connect(short.join(name)).await.map_err(|error| {
+        // Whoever listened is gone: its process tells why.
+        if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset) {
+            Error::Lost
+        } else {
+            Error::file("connect to", directory.join(name))(error)
+        }
+    })
 }

@@ -83,7 +83,7 @@ impl Error {
     /// Told to the person who starts the server, so all of it.
     pub fn from_start(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let error = error.into();
-        Self::new(ErrorCode::Internal, crate::shared_work::chain(&*error)).because(error)
+        Self::new(ErrorCode::Internal, crate::shared_work::chain(&*error))
     }
 
     #[must_use]
