@@ -107,13 +107,23 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
     type Rejection = Error;
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
-        let unknown = || {
+        let Named(id) = Named::from_request_parts(parts, state).await?;
+        id.parse().map(Self).map_err(|_| {
             Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
-        };
-        let params =
-            RawPathParams::from_request_parts(parts, state).await.map_err(|_| unknown())?;
-        let id = params.iter().find(|(name, _)| *name == "id").map(|(_, value)| value);
-        id.and_then(|id| id.parse().ok()).map(Self).ok_or_else(unknown)
+        })
+    }
+}
+
+/// The one `{…}` of a route, as it was written: each thing has its own rule for what names it.
+pub(super) struct Named(pub(super) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Named {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
+        let params = RawPathParams::from_request_parts(parts, state).await.ok();
+        let name = params.iter().flatten().next().map(|(_, value)| Self(value.to_owned()));
+        name.ok_or_else(|| Error::not_found("there is nothing with this name: it is not UTF-8"))
     }
 }
 

@@ -3,13 +3,10 @@
 use std::sync::Arc;
 
 use api::{CreateKey, Key, Me, NewKey};
-use axum::{
-    extract::{Path, State},
-    response::IntoResponse,
-};
+use axum::{extract::State, response::IntoResponse};
 use http::StatusCode;
 
-use super::body::{Input, Output, ok};
+use super::body::{Input, Named, Output, ok};
 use crate::{App, Error, keys::Caller};
 
 /// Whose key this is.
@@ -43,7 +40,7 @@ pub(super) async fn create(
 pub(super) async fn revoke(
     State(app): State<Arc<App>>,
     caller: Caller,
-    Path(token): Path<String>,
+    Named(token): Named,
 ) -> Result<StatusCode, Error> {
     app.keys.revoke(&caller.account, &token).await?;
     Ok(StatusCode::NO_CONTENT)

@@ -5,7 +5,7 @@ use std::{io, path::Path as FilePath, sync::Arc};
 use api::{Build, ErrorCode, Template, TemplateName};
 use axum::{
     extract::{
-        FromRequest, Multipart, Path, Request, State,
+        FromRequest, Multipart, Request, State,
         multipart::{Field, MultipartError},
     },
     response::Response,
@@ -17,7 +17,7 @@ use tempfile::TempPath;
 use tokio::io::AsyncWriteExt;
 
 use super::{
-    body::{self, CLIENT_DEADLINE, Output, ok},
+    body::{self, CLIENT_DEADLINE, Named, Output, ok},
     query::Query,
     sse,
 };
@@ -45,7 +45,7 @@ pub(super) async fn list(State(app): State<Arc<App>>, caller: Caller) -> Output<
 pub(super) async fn get(
     State(app): State<Arc<App>>,
     caller: Caller,
-    Path(name): Path<String>,
+    Named(name): Named,
 ) -> Result<Output<Template>, Error> {
     Ok(ok(app.templates.get(&caller.account, &existing(&name)?)?))
 }
@@ -55,7 +55,7 @@ pub(super) async fn get(
 pub(super) async fn delete(
     State(app): State<Arc<App>>,
     caller: Caller,
-    Path(name): Path<String>,
+    Named(name): Named,
 ) -> Result<StatusCode, Error> {
     app.templates.delete(&caller.account, &existing(&name)?).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -244,7 +244,7 @@ pub(super) async fn builds(
 pub(super) async fn build_status(
     State(app): State<Arc<App>>,
     caller: Caller,
-    Path(id): Path<String>,
+    Named(id): Named,
 ) -> Result<Output<Build>, Error> {
     Ok(ok(app.templates.build(&caller.account, &id).await?))
 }
@@ -256,7 +256,7 @@ pub(super) async fn build_status(
 pub(super) async fn build_log(
     State(app): State<Arc<App>>,
     caller: Caller,
-    Path(id): Path<String>,
+    Named(id): Named,
     query: Query,
 ) -> Result<Response, Error> {
     let log = app.templates.build_log(&caller.account, &id).await?;

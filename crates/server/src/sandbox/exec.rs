@@ -12,7 +12,7 @@ use serde_bytes::ByteBuf;
 use tokio::time::Instant;
 
 use super::{
-    Running, check_environment,
+    Logs, Running, check_environment,
     logs::{LogWriter, Output},
 };
 use crate::Error;
@@ -29,6 +29,7 @@ const LONGEST_USER: usize = 128;
 const START_DEADLINE: Duration = Duration::from_secs(60);
 /// The guest ends a command when its time is up. One that does not even say so is lost.
 const PATIENCE: Duration = Duration::from_secs(60);
+const LIST_DEADLINE: Duration = Duration::from_secs(30);
 const FORGET_DEADLINE: Duration = Duration::from_secs(30);
 const STDIN_PIECE: usize = 32 << 10;
 
@@ -77,6 +78,23 @@ impl Running {
             Err(_) => Err(machine::Error::Silent.into()),
         }
     }
+}
+
+/// After a restart: what the commands of an earlier server printed and will print goes into the log, and each is
+/// forgotten at its end.
+pub(crate) async fn watch_again(guest: &Guest, logs: &Arc<Logs>) -> Result<(), Error> {
+    let Reply::Execs(execs) = guest.call(Request::ExecList, LIST_DEADLINE).await? else {
+        return Err(machine::Error::Misbehaved("a list of execs was something else").into());
+    };
+    for (id, _) in execs {
+        let request = Request::ExecWatch { id: id.clone(), stdout_offset: 0, stderr_offset: 0 };
+        let stream = Arc::new(guest.open(request)?);
+        let log = logs.writer();
+        let watched = Watched { id, guest: guest.clone(), stream, log, deadline: None };
+        // Watched by nobody but the log.
+        drop(ExecWatch { watched: Some(watched) });
+    }
+    Ok(())
 }
 
 impl ExecWatch {
@@ -129,14 +147,7 @@ impl Drop for ExecWatch {
 
 impl Watched {
     async fn next(&mut self) -> Result<ExecEvent, Error> {
-        let next = self.stream.next();
-        let event = match self.deadline {
-            Some(deadline) => {
-                tokio::time::timeout_at(deadline, next).await.map_err(|_| machine::Error::Silent)?
-            }
-            None => next.await,
-        };
-        match event.transpose()? {
+        match self.event().await? {
             Some(Event::Data(Channel::Stdout, bytes)) => {
                 self.log.write(Output::Stdout, &bytes);
                 Ok(ExecEvent::Stdout(bytes))
@@ -150,6 +161,22 @@ impl Watched {
                 Err(machine::Error::Misbehaved("a command's stream held something else").into())
             }
             Some(Event::Finished) | None => Err(machine::Error::Lost.into()),
+        }
+    }
+
+    async fn event(&self) -> Result<Option<Event>, Error> {
+        loop {
+            let next = self.stream.next();
+            let event = match self.deadline {
+                Some(deadline) => tokio::time::timeout_at(deadline, next)
+                    .await
+                    .map_err(|_| machine::Error::Silent)?,
+                None => next.await,
+            };
+            // Its watcher may have gone before it had begun.
+            if !matches!(event, Some(Ok(Event::Reply(Reply::ExecStarted { .. })))) {
+                return Ok(event.transpose()?);
+            }
         }
     }
 

@@ -8,6 +8,7 @@ use machine::Hypervisor;
 use super::{
     Sandboxes,
     driver::{ANSWER_DEADLINE, Inside},
+    exec::watch_again,
     registry::{Entry, locked},
     state::{State, Target},
 };
@@ -48,6 +49,9 @@ impl Sandboxes {
         match self.adopt(slot).await {
             Ok(inside) => {
                 tracing::info!(sandbox = %row.id, "found running");
+                if let Err(error) = watch_again(&inside.guest, &entry.logs).await {
+                    tracing::warn!(sandbox = %row.id, %error, source = ?error.source, "commands of before are not in the log");
+                }
                 *locked(&entry.inside) = Some(Arc::new(inside));
                 Some(slot)
             }

@@ -316,3 +316,37 @@ async fn an_ended_exec_is_forgotten_by_its_guest() {
     .await;
     server.stop().await;
 }
+
+#[tokio::test]
+async fn commands_of_an_earlier_server_go_on_into_the_log() {
+    use machine::guest::{Command, ExecStart, Reply, Request};
+    let guest = super::guest().await;
+    let start = ExecStart {
+        id: "earlier".to_owned(),
+        command: Command::Script(b"echo before; sleep 0.5; echo after".to_vec().into()),
+        working_directory: None,
+        environment: Vec::new(),
+        user: None,
+        has_stdin: false,
+        timeout_ms: 0,
+        output_limit: 1 << 20,
+    };
+    let watching = guest.open(Request::ExecStart(start)).unwrap();
+    watching.next().await.unwrap().unwrap();
+    drop(watching);
+
+    let logs = std::sync::Arc::new(crate::sandbox::Logs::default());
+    crate::sandbox::watch_again(&guest, &logs).await.unwrap();
+    let (mut reader, mut lines) = (logs.reader(), Vec::new());
+    while lines.len() < 2 {
+        let more = tokio::time::timeout(Duration::from_secs(20), reader.more()).await;
+        assert!(more.expect("the log goes on"));
+        lines.extend(reader.take().into_iter().map(|line| line.text));
+    }
+    assert_eq!(lines, ["before", "after"]);
+    until(async || {
+        let reply = guest.call(Request::ExecList, Duration::from_secs(10)).await.unwrap();
+        matches!(reply, Reply::Execs(execs) if execs.is_empty())
+    })
+    .await;
+}
