@@ -5,6 +5,7 @@ mod modules;
 pub(crate) mod mounts;
 pub(crate) mod network;
 mod port;
+mod scheduling;
 
 use std::os::fd::OwnedFd;
 
@@ -38,6 +39,8 @@ pub fn boot() -> anyhow::Result<OwnedFd> {
     report("bring up the network", network::configure(&NETWORK));
     report("divide the machine", divide());
     report("protect the agent", protect());
+    report("schedule the agent", scheduling::prefer_batches());
+    scheduling::keep_freed_memory();
     port::open().context("open the port to the host")
 }
 

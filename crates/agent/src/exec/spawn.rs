@@ -313,6 +313,9 @@ fn become_program(order: &Order) -> Failed {
             libc::write(score, c"0".as_ptr().cast::<c_void>(), 1);
             libc::close(score);
         }
+        // Nor are we scheduled like others; see `boot::protect`.
+        let priority: libc::sched_param = std::mem::zeroed();
+        libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &priority);
         libc::umask(0o022);
         if let Some((uid, gid, groups, count)) = order.user
             && (libc::syscall(libc::SYS_setgroups, count, groups) != 0
