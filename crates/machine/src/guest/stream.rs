@@ -59,6 +59,8 @@ struct Inner {
     end: Option<End>,
     /// The consumer knows of the end.
     end_told: bool,
+    /// The agent has given the whole answer and knows nothing of this stream any longer.
+    answered: bool,
 }
 
 #[derive(Debug)]
@@ -105,6 +107,7 @@ impl Default for Inner {
             finish_sent: false,
             end: None,
             end_told: false,
+            answered: false,
         }
     }
 }
@@ -267,7 +270,10 @@ impl Stream {
                 inner.waiting_replies -= reply.len();
                 let end = match message::decode(&reply) {
                     Ok(Reply::Failed(failure)) => End::Failed(failure),
-                    Ok(reply) => return Taken::Event(Ok(Event::Reply(reply))),
+                    Ok(reply) => {
+                        inner.answered |= is_whole_answer(&reply);
+                        return Taken::Event(Ok(Event::Reply(reply)));
+                    }
                     Err(_) => End::Misbehaved("a reply that cannot be read"),
                 };
                 inner.waiting.clear();
@@ -358,12 +364,30 @@ impl Stream {
     }
 }
 
+/// Nothing follows these, so a reset would only wake the guest once more.
+fn is_whole_answer(reply: &Reply) -> bool {
+    match reply {
+        Reply::Done
+        | Reply::Failed(_)
+        | Reply::ExecStatus(_)
+        | Reply::Execs(_)
+        | Reply::Written { .. } => true,
+        Reply::ExecStarted { .. } | Reply::ExecEnded(_) | Reply::File(_) | Reply::Entries(_) => {
+            false
+        }
+    }
+}
+
 impl Drop for Stream {
     fn drop(&mut self) {
         self.connection.forget(self.id);
-        let is_over = match self.state.inner().end {
-            Some(End::Reset | End::Lost) => true,
-            Some(End::Finished | End::Failed(_) | End::Misbehaved(_)) | None => false,
+        let is_over = {
+            let inner = self.state.inner();
+            let is_over = match inner.end {
+                Some(End::Finished | End::Failed(_) | End::Reset | End::Lost) => true,
+                Some(End::Misbehaved(_)) | None => false,
+            };
+            is_over || inner.answered
         };
         if !is_over {
             let mut head = Vec::with_capacity(frame::HEADER);

@@ -381,6 +381,23 @@ async fn a_stream_that_is_dropped_is_reset() {
 }
 
 #[tokio::test]
+async fn a_stream_that_is_over_is_not_reset() {
+    let (guest, mut agent) = connected().await;
+    let calling = async {
+        ping(&guest).await;
+        ping(&guest).await;
+    };
+    let answering = async {
+        for _ in 0..2 {
+            let (header, _) = agent.frame().await;
+            assert_eq!(header.kind, Kind::Request);
+            agent.reply(header.stream, &Reply::Done).await;
+        }
+    };
+    tokio::join!(calling, answering);
+}
+
+#[tokio::test]
 async fn an_agent_that_reads_nothing_can_not_make_the_host_collect_requests() {
     let (guest, mut agent) = connected().await;
     // More than the socket holds, so that the writer stands still.
