@@ -1,7 +1,6 @@
 //! The way to a running machine: a boot for a bake, a restore into a process started ahead, or finding one again.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -13,12 +12,13 @@ use tokio::net::UnixStream;
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
+use crate::guest_kernel::KernelFiles;
 use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET, ROOT_NODE};
-use crate::process::{Launch, Process, host_boot_id};
+use crate::process::{Launch, Process};
 use crate::qemu_args::{self, Inherited, ROOT, Start, Verbosity};
 use crate::qmp::{PROMPT, Qmp};
 use crate::sockets;
-use crate::spec::{Accelerator, MachineSpec, Shape};
+use crate::spec::{Accelerator, MachineSpec};
 use crate::tap::Tap;
 
 const BINARY: &str = "qemu-system-x86_64";
@@ -30,12 +30,6 @@ const START: Duration = Duration::from_secs(30);
 const BOOT: Duration = Duration::from_secs(180);
 const LOAD: Duration = Duration::from_secs(10);
 const LOAD_POLL: Duration = Duration::from_millis(1);
-const PROBE: Duration = Duration::from_secs(5);
-const PROBE_POLL: Duration = Duration::from_millis(20);
-/// The kernel says so when it has come all the way to the agent.
-const PROBE_SUCCESS: &str = "Run /init as init process";
-/// Below those of all machines.
-const PROBE_UID: u32 = 1_899_999_999;
 /// Descriptor sets of one QEMU.
 const STATE_SET: u32 = 1;
 const ROOT_SET: u32 = 2;
@@ -77,9 +71,9 @@ pub struct Prepared {
 
 /// A process with both connections; it ends when this is dropped.
 #[derive(Debug)]
-struct Started {
-    process: Process,
-    qmp: Qmp,
+pub(crate) struct Started {
+    pub(crate) process: Process,
+    pub(crate) qmp: Qmp,
     channel: UnixStream,
     directory: PathBuf,
 }
@@ -114,82 +108,6 @@ impl Hypervisor {
 
     pub fn version(&self) -> &str {
         &self.version
-    }
-
-    /// Which accelerator works. That KVM can be opened does not mean that a kernel runs under it, so one is booted, once
-    /// in each boot of the host; the answer is kept in the file `remembered`.
-    ///
-    /// # Errors
-    /// Only when it cannot be found out; that KVM does not work is no error.
-    pub async fn probe(
-        &self,
-        kernel: &Path,
-        initramfs: &Path,
-        remembered: &Path,
-    ) -> Result<Accelerator> {
-        if File::options().read(true).write(true).open("/dev/kvm").is_err() {
-            return Ok(Accelerator::Tcg);
-        }
-        let boot_id = host_boot_id().map_err(Error::host("read the host's boot id"))?;
-        let circumstances = format!("{boot_id} {}", self.version);
-        if let Ok(text) = std::fs::read_to_string(remembered)
-            && let Some((accelerator, then)) = text.trim().split_once(' ')
-            && let Ok(accelerator) = accelerator.parse()
-            && then == circumstances
-        {
-            return Ok(accelerator);
-        }
-        let directory = remembered.with_extension(format!("probe-{}", std::process::id()));
-        std::fs::create_dir_all(&directory).map_err(Error::file("create", &directory))?;
-        let probed = self.boots_under_kvm(kernel, initramfs, directory.clone()).await;
-        std::fs::remove_dir_all(&directory).map_err(Error::file("remove", &directory))?;
-        let accelerator = match probed {
-            Ok(true) => Accelerator::Kvm,
-            Ok(false) => Accelerator::Tcg,
-            Err(
-                error @ (Error::Exited { .. }
-                | Error::Lost
-                | Error::QmpSilent { .. }
-                | Error::QmpRefused { .. }),
-            ) => {
-                tracing::warn!(%error, "KVM cannot be used");
-                Accelerator::Tcg
-            }
-            Err(error) => return Err(error),
-        };
-        let draft = remembered.with_extension(format!("draft-{}", std::process::id()));
-        std::fs::write(&draft, format!("{accelerator} {circumstances}\n"))
-            .map_err(Error::file("write", &draft))?;
-        std::fs::rename(&draft, remembered).map_err(Error::file("write", remembered))?;
-        tracing::info!(%accelerator, "found out which accelerator works");
-        Ok(accelerator)
-    }
-
-    async fn boots_under_kvm(
-        &self,
-        kernel: &Path,
-        initramfs: &Path,
-        directory: PathBuf,
-    ) -> Result<bool> {
-        let spec = MachineSpec {
-            shape: Shape { cpus: 1, memory_mib: 256 },
-            accelerator: Accelerator::Kvm,
-        };
-        let memory = anonymous_file("probe-memory").map_err(Error::host("make memory"))?;
-        memory.set_len(spec.shape.memory_bytes()).map_err(Error::host("make memory"))?;
-        let place = Place { directory, uid: PROBE_UID, tap: None };
-        let files = KernelFiles::read(kernel, initramfs)?;
-        let started = self.start(&spec, &memory, place, Some((&files, Verbosity::Full))).await?;
-        let Started { process, qmp, .. } = &started;
-        let end = Instant::now() + PROBE;
-        qmp.run("cont", json!({})).await?;
-        let mut boots = false;
-        while !boots && !process.has_ended() && Instant::now() < end {
-            tokio::time::sleep(PROBE_POLL).await;
-            boots = crate::machine::console(qmp).await?.contains(PROBE_SUCCESS);
-        }
-        process.kill().await?;
-        Ok(boots)
     }
 
     /// Boots a machine and waits until its agent has answered. It is meant to be saved: when it powers off, it only
@@ -259,7 +177,7 @@ impl Hypervisor {
         Ok(Machine::new(process, qmp, channel, place.directory.clone(), None))
     }
 
-    async fn start(
+    pub(crate) async fn start(
         &self,
         spec: &MachineSpec,
         memory: &File,
@@ -463,40 +381,6 @@ pub(crate) async fn explained<T>(
         ended = process.ended() => return Err(ended),
     };
     Err(tokio::time::timeout(NOTICED, process.ended()).await.unwrap_or(error))
-}
-
-/// Copies that QEMU may open, whatever the permissions of the files are.
-struct KernelFiles {
-    kernel: File,
-    initramfs: File,
-}
-
-impl KernelFiles {
-    fn read(kernel: &Path, initramfs: &Path) -> Result<Self> {
-        let copy = |path: &Path| {
-            let copied = File::open(path).and_then(|mut file| {
-                let mut bytes = Vec::new();
-                file.read_to_end(&mut bytes)?;
-                let mut copy = anonymous_file("kernel")?;
-                copy.write_all(&bytes)?;
-                copy.rewind()?;
-                Ok(copy)
-            });
-            copied.map_err(Error::file("read", path))
-        };
-        Ok(Self { kernel: copy(kernel)?, initramfs: copy(initramfs)? })
-    }
-
-    fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self { kernel: self.kernel.try_clone()?, initramfs: self.initramfs.try_clone()? })
-    }
-}
-
-/// Everybody may open it who has its number, which is only whom it is given to.
-fn anonymous_file(name: &str) -> io::Result<File> {
-    let file = File::from(rustix::fs::memfd_create(name, rustix::fs::MemfdFlags::CLOEXEC)?);
-    file.set_permissions(std::fs::Permissions::from_mode(0o666))?;
-    Ok(file)
 }
 
 fn check_size(memory: &File, spec: &MachineSpec) -> Result<()> {

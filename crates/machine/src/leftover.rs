@@ -32,7 +32,8 @@ pub async fn kill_all_of(uid: u32) -> Result<usize> {
         let watched = unsafe { AsyncFd::register(pidfd) };
         let watched = watched.map_err(|error| Error::host("watch a process")(error.into()))?;
         let gone = tokio::time::timeout_at(end, watched.readable()).await;
-        let gone = gone.map_err(|_| Error::host("kill a process")(std::io::ErrorKind::TimedOut.into()))?;
+        let gone =
+            gone.map_err(|_| Error::host("kill a process")(std::io::ErrorKind::TimedOut.into()))?;
         drop(gone.map_err(Error::host("watch a process"))?);
     }
     Ok(killed)

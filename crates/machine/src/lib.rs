@@ -3,11 +3,13 @@
 
 mod error;
 pub mod guest;
+mod guest_kernel;
 pub mod hypervisor;
 mod leftover;
 mod machine;
 mod memory;
 pub mod network;
+mod probe;
 mod process;
 mod qemu_args;
 mod qmp;
