@@ -70,16 +70,23 @@ const ROUTES: [(&str, &str, Gate); 29] = [
 
 /// The route as a request that would do something, for a sandbox that is there.
 fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuilder {
-    let mut path = route.replace("{id}", id).replace("{name}", "base").replace("{token}", "atl_12345678");
+    let mut path =
+        route.replace("{id}", id).replace("{name}", "base").replace("{token}", "atl_12345678");
     if route.contains("/fs") {
         path.push_str(if route.ends_with("/dir") { "?path=/etc" } else { "?path=/etc/hostname" });
     }
     let request = client.request(method.to_uppercase().parse().unwrap(), &path);
     match (method, route) {
-        (_, "/v1/sandboxes") if method == "post" => request.json(&json!({"template": "base", "cpu": 1, "memory_mb": 1024})),
-        (_, "/v1/sandboxes/{id}/lifecycle") if method == "patch" => request.json(&json!({"ttl_seconds": 1})),
+        (_, "/v1/sandboxes") if method == "post" => {
+            request.json(&json!({"template": "base", "cpu": 1, "memory_mb": 1024}))
+        }
+        (_, "/v1/sandboxes/{id}/lifecycle") if method == "patch" => {
+            request.json(&json!({"ttl_seconds": 1}))
+        }
         ("post", "/v1/me/tokens") => request.json(&json!({"label": "smuggled", "scope": "full"})),
-        ("post", "/v1/templates/build") => request.header("content-type", "application/x-www-form-urlencoded").body("name=smuggled&recipe=from%3D%22base%22"),
+        ("post", "/v1/templates/build") => request
+            .header("content-type", "application/x-www-form-urlencoded")
+            .body("name=smuggled&recipe=from%3D%22base%22"),
         ("post", _) => request.json(&json!({"cmd": "touch /root/smuggled"})),
         ("put", _) => request.body("smuggled"),
         _ => request,
@@ -91,11 +98,15 @@ async fn every_route_is_in_the_table(host: Host) {
     let document = server.get("/openapi.json").await.json();
     let mut served = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
-        for method in item.as_object().unwrap().keys().filter(|key| ["get", "put", "post", "delete", "patch", "head", "options", "trace"].contains(&key.as_str())) {
+        for method in item.as_object().unwrap().keys().filter(|key| {
+            ["get", "put", "post", "delete", "patch", "head", "options", "trace"]
+                .contains(&key.as_str())
+        }) {
             served.push((method.clone(), path.clone()));
         }
     }
-    let mut known: Vec<_> = ROUTES.iter().map(|(method, path, _)| ((*method).to_owned(), (*path).to_owned())).collect();
+    let mut known: Vec<_> =
+        ROUTES.iter().map(|(method, path, _)| ((*method).to_owned(), (*path).to_owned())).collect();
     served.sort();
     known.sort();
     assert_eq!(served, known);
@@ -107,15 +118,24 @@ async fn a_request_without_a_valid_key_is_refused_on_every_route(host: Host) {
     for key in [None, Some("nonsense"), Some("atl_"), Some(near.as_str())] {
         let client = server.client_with(key);
         for (method, route, gate) in ROUTES {
-            let answer = Answer::to(request(&client, method, route, "00000000-0000-4000-8000-000000000000")).await;
+            let answer =
+                Answer::to(request(&client, method, route, "00000000-0000-4000-8000-000000000000"))
+                    .await;
             match gate {
                 Gate::Open => assert_eq!(answer.status, 200, "{method} {route}"),
-                Gate::Read | Gate::Full => assert_eq!(answer.refusal(), (401, "unauthenticated".to_owned()), "{method} {route}"),
+                Gate::Read | Gate::Full => assert_eq!(
+                    answer.refusal(),
+                    (401, "unauthenticated".to_owned()),
+                    "{method} {route}"
+                ),
             }
         }
     }
     for header in ["", "Bearer", "Bearer ", "Basic YTpi", server.key()] {
-        let answer = Answer::to(server.client_with(None).request(Method::GET, "/v1/me").header("authorization", header)).await;
+        let answer = Answer::to(
+            server.client_with(None).request(Method::GET, "/v1/me").header("authorization", header),
+        )
+        .await;
         assert_eq!(answer.refusal(), (401, "unauthenticated".to_owned()), "{header:?}");
     }
 }
@@ -123,11 +143,16 @@ async fn a_request_without_a_valid_key_is_refused_on_every_route(host: Host) {
 async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
     let sandbox = host.sandbox().await;
     let server = host.server().await;
-    let key = CreateKey { label: Some("reader".to_owned()), scope: Some(Scope::Read), ..CreateKey::default() };
+    let key = CreateKey {
+        label: Some("reader".to_owned()),
+        scope: Some(Scope::Read),
+        ..CreateKey::default()
+    };
     let key = server.client().create_key(&key).await.unwrap();
     let reader = server.client_with(Some(&key.token));
     let state = async || {
-        let (keys, templates) = (server.client().keys().await.unwrap(), server.client().templates().await.unwrap());
+        let (keys, templates) =
+            (server.client().keys().await.unwrap(), server.client().templates().await.unwrap());
         let builds = server.client().builds().await.unwrap();
         let ttl = sandbox.client().lifecycle(&sandbox.id).await.unwrap();
         let labels: Vec<_> = keys.into_iter().map(|key| key.label).collect();
@@ -139,16 +164,26 @@ async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
         // This one's answer is as long as its sandbox lives only when it is followed.
         let answer = Answer::to(request(&reader, method, route, &sandbox.id.to_string())).await;
         match gate {
-            Gate::Full => assert_eq!(answer.refusal(), (403, "forbidden".to_owned()), "{method} {route}"),
-            Gate::Open | Gate::Read if route.contains("/builds/") => assert_eq!(answer.status, 404, "{method} {route}"),
-            Gate::Open | Gate::Read => assert_eq!(answer.status, 200, "{method} {route}: {}", answer.text()),
+            Gate::Full => {
+                assert_eq!(answer.refusal(), (403, "forbidden".to_owned()), "{method} {route}")
+            }
+            Gate::Open | Gate::Read if route.contains("/builds/") => {
+                assert_eq!(answer.status, 404, "{method} {route}")
+            }
+            Gate::Open | Gate::Read => {
+                assert_eq!(answer.status, 200, "{method} {route}: {}", answer.text())
+            }
         }
     }
     // Methods that no route has are no way in either.
     for method in ["HEAD", "OPTIONS", "TRACE", "POST", "PUT", "PATCH", "DELETE", "BREW"] {
         let path = format!("/v1/sandboxes/{}", sandbox.id);
         let answer = Answer::to(reader.request(method.parse().unwrap(), &path)).await;
-        assert!(answer.status == 200 && method == "HEAD" || [403, 404, 405].contains(&answer.status), "{method}: {}", answer.status);
+        assert!(
+            answer.status == 200 && method == "HEAD" || [403, 404, 405].contains(&answer.status),
+            "{method}: {}",
+            answer.status
+        );
     }
     assert_eq!(state().await, before);
     sandbox.run("cmp /etc/hostname /etc/hostname.before").await;
@@ -157,32 +192,63 @@ async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
 
 async fn a_key_works_in_either_header_until_it_is_revoked(host: Host) {
     let server = host.server().await;
-    let key = server.client().create_key(&CreateKey { label: Some("brief".to_owned()), ..CreateKey::default() }).await.unwrap();
-    let ask = async |name: &str, value: &str| Answer::to(server.client_with(None).request(Method::GET, "/v1/me").header(name, value)).await.status;
+    let key = server
+        .client()
+        .create_key(&CreateKey { label: Some("brief".to_owned()), ..CreateKey::default() })
+        .await
+        .unwrap();
+    let ask = async |name: &str, value: &str| {
+        Answer::to(server.client_with(None).request(Method::GET, "/v1/me").header(name, value))
+            .await
+            .status
+    };
     let bearer = format!("Bearer {}", key.token);
-    assert_eq!((ask("authorization", &bearer).await, ask("x-api-key", &key.token).await), (200, 200));
+    assert_eq!(
+        (ask("authorization", &bearer).await, ask("x-api-key", &key.token).await),
+        (200, 200)
+    );
     server.client().revoke_key(&key.key.prefix).await.unwrap();
     // At once: not after some cache has run out.
-    assert_eq!((ask("authorization", &bearer).await, ask("x-api-key", &key.token).await), (401, 401));
+    assert_eq!(
+        (ask("authorization", &bearer).await, ask("x-api-key", &key.token).await),
+        (401, 401)
+    );
     let again = server.client().revoke_key(&key.key.prefix).await.unwrap_err();
     assert_eq!(again.code(), Some(ErrorCode::NotFound));
 }
 
 async fn a_key_is_shown_once_and_kept_as_a_hash(host: Host) {
     let server = host.server().await;
-    let created = Answer::to(server.request(Method::POST, "/v1/me/tokens").json(&json!({"label": "shown once", "expires_in_days": 30}))).await;
+    let created = Answer::to(
+        server
+            .request(Method::POST, "/v1/me/tokens")
+            .json(&json!({"label": "shown once", "expires_in_days": 30})),
+    )
+    .await;
     let key = created.json();
     let token = key["token"].as_str().unwrap();
-    assert!(token.len() > 40 && token.starts_with(key["prefix"].as_str().unwrap()), "{}", key["prefix"]);
+    assert!(
+        token.len() > 40 && token.starts_with(key["prefix"].as_str().unwrap()),
+        "{}",
+        key["prefix"]
+    );
     assert_eq!(key["label"], "shown once");
     assert!(key["created_at"].as_str().unwrap().ends_with('Z'));
     let list = server.get("/v1/me/tokens").await;
     assert!(list.json().as_array().unwrap().iter().any(|listed| listed["prefix"] == key["prefix"]));
     assert!(!list.text().contains(token));
-    for file in std::fs::read_dir(server.data()).unwrap().map(|file| file.unwrap().path()).filter(|path| path.is_file()) {
+    for file in std::fs::read_dir(server.data())
+        .unwrap()
+        .map(|file| file.unwrap().path())
+        .filter(|path| path.is_file())
+    {
         let content = std::fs::read(&file).unwrap();
         for secret in [token, server.key()] {
-            assert!(memchr::memmem::find(&content, secret.as_bytes()).is_none(), "{}", file.display());
+            assert!(
+                memchr::memmem::find(&content, secret.as_bytes()).is_none(),
+                "{}",
+                file.display()
+            );
         }
     }
 }
@@ -201,17 +267,32 @@ async fn a_key_that_cannot_be_is_refused(host: Host) {
         json!({"scope": 7}),
         json!([1]),
     ];
-    let before = server.client().keys().await.unwrap().iter().filter(|key| key.label.starts_with('x')).count();
+    let before = server
+        .client()
+        .keys()
+        .await
+        .unwrap()
+        .iter()
+        .filter(|key| key.label.starts_with('x'))
+        .count();
     for body in bad {
         let refused = Answer::to(server.request(Method::POST, "/v1/me/tokens").json(&body)).await;
         assert_eq!(refused.refusal(), (400, "invalid_request".to_owned()), "{body}");
     }
-    let after = server.client().keys().await.unwrap().iter().filter(|key| key.label.starts_with('x')).count();
+    let after = server
+        .client()
+        .keys()
+        .await
+        .unwrap()
+        .iter()
+        .filter(|key| key.label.starts_with('x'))
+        .count();
     assert_eq!(before, after);
 }
 
 async fn the_key_of_the_environment_is_valid_beside_others(host: Host) {
-    let options = Options { environment: vec![("ATOLL_OPEN_METRICS", "1".to_owned())], ..Options::default() };
+    let options =
+        Options { environment: vec![("ATOLL_OPEN_METRICS", "1".to_owned())], ..Options::default() };
     let mut server = Server::start_with(options).await;
     let first = server.key().to_owned();
     // A second start, with a key of its own in the environment: both are valid, and without it only the first.
@@ -221,7 +302,9 @@ async fn the_key_of_the_environment_is_valid_beside_others(host: Host) {
     for key in [first.as_str(), fixed] {
         assert_eq!(server.client_with(Some(key)).me().await.unwrap().scope, Scope::Full);
     }
-    assert!(server.client().keys().await.unwrap().iter().all(|key| !fixed.starts_with(&key.prefix)));
+    assert!(
+        server.client().keys().await.unwrap().iter().all(|key| !fixed.starts_with(&key.prefix))
+    );
     server.options_mut().environment.retain(|(name, _)| *name != "ATOLL_API_KEY");
     server.restart(tests::End::Asked).await;
     assert_eq!(server.client_with(Some(fixed)).me().await.unwrap_err().status(), Some(401));
@@ -244,7 +327,10 @@ async fn figures_need_a_key_unless_set_otherwise(host: Host) {
     }
     let closed = Answer::to(server.client_with(None).request(Method::GET, "/metrics")).await;
     assert_eq!(closed.refusal(), (401, "unauthenticated".to_owned()));
-    assert_eq!(Answer::to(server.client_with(None).request(Method::GET, "/healthz")).await.json()["status"], "ok");
+    assert_eq!(
+        Answer::to(server.client_with(None).request(Method::GET, "/healthz")).await.json()["status"],
+        "ok"
+    );
     assert!(Answer::to(server.client_with(None).request(Method::GET, "/version")).await.json()["version"].is_string());
 }
 
@@ -290,7 +376,11 @@ async fn a_request_id_is_echoed(host: Host) {
         .await
     };
     for path in ["/v1/me", "/healthz", "/nowhere"] {
-        assert_eq!(ask(path, Some("job-7.a:b")).await.header("x-request-id"), "job-7.a:b", "{path}");
+        assert_eq!(
+            ask(path, Some("job-7.a:b")).await.header("x-request-id"),
+            "job-7.a:b",
+            "{path}"
+        );
         let (one, other) = (ask(path, None).await, ask(path, None).await);
         assert!(one.header("x-request-id").len() >= 16, "{path}");
         assert_ne!(one.header("x-request-id"), other.header("x-request-id"), "{path}");
@@ -303,25 +393,47 @@ async fn a_request_id_is_echoed(host: Host) {
 }
 
 async fn secrets_are_in_no_log_line(host: Host) {
-    let options = Options { environment: vec![("ATOLL_LOG", "trace".to_owned())], ..Options::default() };
+    let options =
+        Options { environment: vec![("ATOLL_LOG", "trace".to_owned())], ..Options::default() };
     let server = Server::start_with(options).await;
     let _room = host.room(1).await;
     let env = |name: &str, value: &str| Some(BTreeMap::from([(name.to_owned(), value.to_owned())]));
-    let sandbox = server.create(&CreateSandbox { env: env("A", "secret-of-the-create-1a2b"), ..small() }).await;
+    let sandbox = server
+        .create(&CreateSandbox { env: env("A", "secret-of-the-create-1a2b"), ..small() })
+        .await;
     let client = server.client();
     let request = ExecRequest {
         env: env("B", "secret-of-the-command-3c4d"),
         stdin: Some("secret-of-the-input-5e6f".to_owned()),
-        ..command("echo secret-of-the-text-7a8b; echo secret-of-the-output-9c0d | tr a-z a-z; cat >/dev/null")
+        ..command(
+            "echo secret-of-the-text-7a8b; echo secret-of-the-output-9c0d | tr a-z a-z; cat >/dev/null",
+        )
     };
     client.exec(&sandbox.id, &request).await.unwrap();
-    client.write_file(&sandbox.id, "/root/f", "secret-of-the-file-1e2f", &client::WriteOptions::default()).await.unwrap();
+    client
+        .write_file(
+            &sandbox.id,
+            "/root/f",
+            "secret-of-the-file-1e2f",
+            &client::WriteOptions::default(),
+        )
+        .await
+        .unwrap();
     client.read_file(&sandbox.id, "/root/f").await.unwrap().bytes().await.unwrap();
     let made = client.create_key(&CreateKey::default()).await.unwrap();
     assert!(server.client_with(Some(&made.token)).me().await.is_ok());
-    assert_eq!(server.client_with(Some("secret-of-a-wrong-key-3a4b")).me().await.unwrap_err().status(), Some(401));
+    assert_eq!(
+        server.client_with(Some("secret-of-a-wrong-key-3a4b")).me().await.unwrap_err().status(),
+        Some(401)
+    );
     // Refusals are logged as well.
-    client.exec(&sandbox.id, &ExecRequest { env: env("BAD=", "secret-of-the-refused-5c6d"), ..command("true") }).await.unwrap_err();
+    client
+        .exec(
+            &sandbox.id,
+            &ExecRequest { env: env("BAD=", "secret-of-the-refused-5c6d"), ..command("true") },
+        )
+        .await
+        .unwrap_err();
     client.delete_sandbox(&sandbox.id).await.unwrap();
     let log = server.log();
     assert!(log.contains(&sandbox.id.to_string()), "the log has something to tell");
@@ -341,12 +453,24 @@ async fn odd_requests_do_not_shake_the_server(host: Host) {
         "\r\n\r\n".to_owned(),
         "GET\r\n\r\n".to_owned(),
         "\u{16}\u{3}\u{1}\u{2}\u{0}\u{1}".to_owned(),
-        format!("GET /v1/me HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX: {}\r\n\r\n", "y".repeat(1 << 20)),
+        format!(
+            "GET /v1/me HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nX: {}\r\n\r\n",
+            "y".repeat(1 << 20)
+        ),
         format!("GET /{} HTTP/1.1\r\nHost: x\r\n\r\n", "a".repeat(200_000)),
-        format!("POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: -1\r\n\r\n"),
-        format!("POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz"),
-        format!("POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {}\r\n\r\n{deep}", deep.len()),
-        format!("POST /v1/me/tokens HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 3\r\n\r\n\u{7}{{\""),
+        format!(
+            "POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: -1\r\n\r\n"
+        ),
+        format!(
+            "POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\nzz"
+        ),
+        format!(
+            "POST /v1/sandboxes HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: {}\r\n\r\n{deep}",
+            deep.len()
+        ),
+        format!(
+            "POST /v1/me/tokens HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\nContent-Length: 3\r\n\r\n\u{7}{{\""
+        ),
     ];
     for text in odd {
         let mut connection = tokio::net::TcpStream::connect(&address).await.unwrap();
@@ -354,13 +478,27 @@ async fn odd_requests_do_not_shake_the_server(host: Host) {
         let _ = connection.write_all(text.as_bytes()).await;
         let _ = connection.shutdown().await;
         let mut answer = Vec::new();
-        let ended = tokio::time::timeout(Duration::from_secs(20), connection.read_to_end(&mut answer)).await;
+        let ended =
+            tokio::time::timeout(Duration::from_secs(20), connection.read_to_end(&mut answer))
+                .await;
         assert!(ended.is_ok(), "no end after {:?}", text.chars().take(60).collect::<String>());
-        assert!(answer.is_empty() || answer.starts_with(b"HTTP/1.1 4"), "{:?}", String::from_utf8_lossy(&answer));
+        assert!(
+            answer.is_empty() || answer.starts_with(b"HTTP/1.1 4"),
+            "{:?}",
+            String::from_utf8_lossy(&answer)
+        );
     }
     let nested = Answer::to(server.request(Method::POST, "/v1/sandboxes").body(deep)).await;
     assert_eq!(nested.refusal(), (400, "invalid_request".to_owned()));
-    until("the server answers", Duration::from_secs(5), async || (server.get("/v1/me").await.status == 200).then_some(())).await;
-    let lines: Vec<Value> = server.log().lines().filter(|line| line.contains("panicked")).map(|line| json!(line)).collect();
+    until("the server answers", Duration::from_secs(5), async || {
+        (server.get("/v1/me").await.status == 200).then_some(())
+    })
+    .await;
+    let lines: Vec<Value> = server
+        .log()
+        .lines()
+        .filter(|line| line.contains("panicked"))
+        .map(|line| json!(line))
+        .collect();
     assert_eq!(lines, Vec::<Value>::new());
 }

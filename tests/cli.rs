@@ -28,19 +28,35 @@ const SMALL: [&str; 6] = ["sandbox", "create", "--cpu", "1", "--memory-mb", "102
 
 fn atoll<S: AsRef<OsStr>>(server: &Server, arguments: impl IntoIterator<Item = S>) -> Command {
     let mut command = Command::new(program());
-    command.args(arguments).env("ATOLL_URL", server.url()).env("ATOLL_KEY", server.key()).stdin(Stdio::null()).kill_on_drop(true);
+    command
+        .args(arguments)
+        .env("ATOLL_URL", server.url())
+        .env("ATOLL_KEY", server.key())
+        .stdin(Stdio::null())
+        .kill_on_drop(true);
     command
 }
 
 async fn output(command: &mut Command) -> Output {
-    tokio::time::timeout(Duration::from_secs(120), command.output()).await.expect("a command ends").unwrap()
+    tokio::time::timeout(Duration::from_secs(120), command.output())
+        .await
+        .expect("a command ends")
+        .unwrap()
 }
 
 /// What a command that works prints.
-async fn printed<S: AsRef<OsStr>>(server: &Server, arguments: impl IntoIterator<Item = S>) -> String {
+async fn printed<S: AsRef<OsStr>>(
+    server: &Server,
+    arguments: impl IntoIterator<Item = S>,
+) -> String {
     let mut command = atoll(server, arguments);
     let output = output(&mut command).await;
-    assert!(output.status.success(), "{:?}: {}", command.as_std(), String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{:?}: {}",
+        command.as_std(),
+        String::from_utf8_lossy(&output.stderr)
+    );
     String::from_utf8(output.stdout).unwrap()
 }
 
@@ -54,15 +70,36 @@ async fn create(server: &Server) -> String {
 async fn a_sandbox_from_create_to_delete(host: Host) {
     let _room = host.room(1).await;
     let server = host.server().await;
-    let json = printed(&server, SMALL.into_iter().chain(["--ttl", "600", "--metadata", "job=é 7", "--env", "GREETING=hello world", "--json"])).await;
+    let json = printed(
+        &server,
+        SMALL.into_iter().chain([
+            "--ttl",
+            "600",
+            "--metadata",
+            "job=é 7",
+            "--env",
+            "GREETING=hello world",
+            "--json",
+        ]),
+    )
+    .await;
     let created: Value = serde_json::from_str(&json).unwrap();
     let id = created["id"].as_str().unwrap();
-    assert_eq!((&created["ttl_seconds"], &created["metadata"]["job"]), (&600.into(), &"é 7".into()));
-    assert_eq!(printed(&server, ["sandbox", "exec", id, "--", "echo $GREETING"]).await, "hello world\n");
+    assert_eq!(
+        (&created["ttl_seconds"], &created["metadata"]["job"]),
+        (&600.into(), &"é 7".into())
+    );
+    assert_eq!(
+        printed(&server, ["sandbox", "exec", id, "--", "echo $GREETING"]).await,
+        "hello world\n"
+    );
     let table = printed(&server, ["sandbox", "list", "--metadata", "job=é 7"]).await;
     assert_eq!(table.lines().count(), 2, "{table}");
     assert!(table.starts_with("ID ") && table.contains(id) && table.contains("running"), "{table}");
-    let list: Value = serde_json::from_str(&printed(&server, ["sandbox", "list", "--json", "--status", "running"]).await).unwrap();
+    let list: Value = serde_json::from_str(
+        &printed(&server, ["sandbox", "list", "--json", "--status", "running"]).await,
+    )
+    .unwrap();
     assert!(list.as_array().unwrap().iter().any(|sandbox| sandbox["id"] == id));
     let shown = printed(&server, ["sandbox", "get", id]).await;
     assert!(shown.contains(id) && shown.contains("base"), "{shown}");
@@ -75,21 +112,39 @@ async fn exec_ends_as_its_command_does(host: Host) {
     let _room = host.room(1).await;
     let server = host.server().await;
     let id = create(&server).await;
-    for (arguments, code) in [(&["--", "exit 7"][..], 7), (&["--", "kill -9 $$"], 137), (&["--timeout", "1", "--", "sleep", "60"], 124), (&["--cwd", "/no/such", "--", "true"], 125), (&["--user", "nobody-knows-me", "--", "true"], 125)] {
-        let ended = output(&mut atoll(&server, ["sandbox", "exec", &id].iter().chain(arguments))).await;
+    for (arguments, code) in [
+        (&["--", "exit 7"][..], 7),
+        (&["--", "kill -9 $$"], 137),
+        (&["--timeout", "1", "--", "sleep", "60"], 124),
+        (&["--cwd", "/no/such", "--", "true"], 125),
+        (&["--user", "nobody-knows-me", "--", "true"], 125),
+    ] {
+        let ended =
+            output(&mut atoll(&server, ["sandbox", "exec", &id].iter().chain(arguments))).await;
         assert_eq!(ended.status.code(), Some(code), "{arguments:?}: {ended:?}");
     }
-    let both = output(&mut atoll(&server, ["sandbox", "exec", &id, "--", "echo out; echo err >&2"])).await;
+    let both =
+        output(&mut atoll(&server, ["sandbox", "exec", &id, "--", "echo out; echo err >&2"])).await;
     assert_eq!((both.stdout.as_slice(), both.stderr.as_slice()), (&b"out\n"[..], &b"err\n"[..]));
     // Several arguments reach the program as they are.
-    let odd = printed(&server, ["sandbox", "exec", &id, "--", "printf", "%s|", "two words", "$HOME", "it's", "", "é*"]).await;
+    let odd = printed(
+        &server,
+        ["sandbox", "exec", &id, "--", "printf", "%s|", "two words", "$HOME", "it's", "", "é*"],
+    )
+    .await;
     assert_eq!(odd, "two words|$HOME|it's||é*|");
     let mut reading = atoll(&server, ["sandbox", "exec", &id, "-i", "--", "cat; echo end"]);
     let mut child = reading.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all("é\nsecond".as_bytes()).await.unwrap();
-    let read = tokio::time::timeout(Duration::from_secs(60), child.wait_with_output()).await.unwrap().unwrap();
+    let read = tokio::time::timeout(Duration::from_secs(60), child.wait_with_output())
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!(String::from_utf8(read.stdout).unwrap(), "é\nsecondend\n");
-    let json: Value = serde_json::from_str(&printed(&server, ["--json", "sandbox", "exec", &id, "--", "echo x"]).await).unwrap();
+    let json: Value = serde_json::from_str(
+        &printed(&server, ["--json", "sandbox", "exec", &id, "--", "echo x"]).await,
+    )
+    .unwrap();
     assert_eq!((&json["stdout"], &json["exit_code"]), (&"x\n".into(), &0.into()));
     printed(&server, ["sandbox", "delete", &id]).await;
 }
@@ -118,12 +173,26 @@ async fn files_are_copied_both_ways_byte_by_byte(host: Host) {
     let mut from_stdin = atoll(&server, ["cp", "-", &format!("{id}:/work/piped")]);
     let mut child = from_stdin.stdin(Stdio::piped()).spawn().unwrap();
     child.stdin.take().unwrap().write_all(b"piped\0bytes").await.unwrap();
-    assert!(tokio::time::timeout(Duration::from_secs(60), child.wait()).await.unwrap().unwrap().success());
-    assert_eq!(output(&mut atoll(&server, ["cp", &format!("{id}:/work/piped"), "-"])).await.stdout, b"piped\0bytes");
-    printed(&server, ["cp", &format!("{id}:/work/piped"), directory.path().to_str().unwrap()]).await;
+    assert!(
+        tokio::time::timeout(Duration::from_secs(60), child.wait())
+            .await
+            .unwrap()
+            .unwrap()
+            .success()
+    );
+    assert_eq!(
+        output(&mut atoll(&server, ["cp", &format!("{id}:/work/piped"), "-"])).await.stdout,
+        b"piped\0bytes"
+    );
+    printed(&server, ["cp", &format!("{id}:/work/piped"), directory.path().to_str().unwrap()])
+        .await;
     assert_eq!(std::fs::read(directory.path().join("piped")).unwrap(), b"piped\0bytes");
     // What fails leaves what was there.
-    let missing = output(&mut atoll(&server, ["cp", &format!("{id}:/no/such"), directory.path().join("piped").to_str().unwrap()])).await;
+    let missing = output(&mut atoll(
+        &server,
+        ["cp", &format!("{id}:/no/such"), directory.path().join("piped").to_str().unwrap()],
+    ))
+    .await;
     assert_eq!(missing.status.code(), Some(1));
     assert_eq!(std::fs::read(directory.path().join("piped")).unwrap(), b"piped\0bytes");
     printed(&server, ["sandbox", "delete", &id]).await;
@@ -151,32 +220,49 @@ async fn keys_are_made_listed_and_revoked(host: Host) {
     let server = host.server().await;
     let token = printed(&server, ["key", "create", "--label", "for ci", "--scope", "read"]).await;
     let token = token.trim();
-    let with = async |key: &str, arguments: &[&str]| output(atoll(&server, arguments).env("ATOLL_KEY", key)).await;
+    let with = async |key: &str, arguments: &[&str]| {
+        output(atoll(&server, arguments).env("ATOLL_KEY", key)).await
+    };
     assert!(with(token, &["sandbox", "list"]).await.status.success());
     let forbidden = with(token, &["sandbox", "create"]).await;
     assert_eq!(forbidden.status.code(), Some(1));
     assert!(String::from_utf8_lossy(&forbidden.stderr).contains("hint: "));
-    let keys: Value = serde_json::from_str(&printed(&server, ["key", "list", "--json"]).await).unwrap();
+    let keys: Value =
+        serde_json::from_str(&printed(&server, ["key", "list", "--json"]).await).unwrap();
     let key = keys.as_array().unwrap().iter().find(|key| key["label"] == "for ci").unwrap();
     let prefix = key["prefix"].as_str().unwrap();
     assert!(token.starts_with(prefix) && key["scope"] == "read");
     let table = printed(&server, ["key", "list"]).await;
-    assert!(table.contains(prefix) && table.contains("for ci") && !table.contains(token), "{table}");
+    assert!(
+        table.contains(prefix) && table.contains("for ci") && !table.contains(token),
+        "{table}"
+    );
     printed(&server, ["key", "revoke", prefix]).await;
     assert_eq!(with(token, &["sandbox", "list"]).await.status.code(), Some(1));
     // Without a key, by whoever is root on the server's host.
     let mut local = atoll(&server, ["key", "create", "--local", "--label", "local", "--data-dir"]);
-    let local = output(local.arg(server.data()).env_remove("ATOLL_KEY").env_remove("ATOLL_URL")).await;
+    let local =
+        output(local.arg(server.data()).env_remove("ATOLL_KEY").env_remove("ATOLL_URL")).await;
     assert!(local.status.success(), "{}", String::from_utf8_lossy(&local.stderr));
     let token = String::from_utf8(local.stdout).unwrap();
-    tests::until("the server knows it", Duration::from_secs(5), async || with(token.trim(), &["sandbox", "list"]).await.status.success().then_some(())).await;
+    tests::until("the server knows it", Duration::from_secs(5), async || {
+        with(token.trim(), &["sandbox", "list"]).await.status.success().then_some(())
+    })
+    .await;
 }
 
 async fn templates_are_listed(host: Host) {
     let server = host.server().await;
     let table = printed(&server, ["template", "list"]).await;
-    assert!(table.contains("base") && table.contains("ubuntu-24.04") && table.contains("code-interpreter"), "{table}");
-    let json: Value = serde_json::from_str(&printed(&server, ["template", "get", "base", "--json"]).await).unwrap();
+    assert!(
+        table.contains("base")
+            && table.contains("ubuntu-24.04")
+            && table.contains("code-interpreter"),
+        "{table}"
+    );
+    let json: Value =
+        serde_json::from_str(&printed(&server, ["template", "get", "base", "--json"]).await)
+            .unwrap();
     assert_eq!(json["name"], "base");
     let failed = output(&mut atoll(&server, ["template", "build", "base", "/dev/null"])).await;
     assert_eq!(failed.status.code(), Some(1));
@@ -192,8 +278,19 @@ async fn every_command_explains_itself(host: Host) {
         assert!(own.lines().all(|line| line.chars().count() <= 100), "{own}");
     }
     assert!(printed(&server, ["version"]).await.starts_with("atoll "));
-    for senseless in [&["sandbox", "fly"][..], &[], &["sandbox", "get", "not-an-id"], &["sandbox", "exec"], &["cp", "a"], &["sandbox", "create", "--ttl", "soon"]] {
-        assert_eq!(output(&mut atoll(&server, senseless)).await.status.code(), Some(2), "{senseless:?}");
+    for senseless in [
+        &["sandbox", "fly"][..],
+        &[],
+        &["sandbox", "get", "not-an-id"],
+        &["sandbox", "exec"],
+        &["cp", "a"],
+        &["sandbox", "create", "--ttl", "soon"],
+    ] {
+        assert_eq!(
+            output(&mut atoll(&server, senseless)).await.status.code(),
+            Some(2),
+            "{senseless:?}"
+        );
     }
 }
 
@@ -204,15 +301,23 @@ async fn a_failure_is_a_sentence_and_a_hint(host: Host) {
         assert_eq!(output.status.code(), Some(1), "{output:?}");
         assert!(output.stdout.is_empty(), "{output:?}");
         let said = String::from_utf8(output.stderr).unwrap();
-        assert!(said.starts_with("error: ") && !said.contains("panicked") && !said.lines().next().unwrap().ends_with('.'), "{said}");
+        assert!(
+            said.starts_with("error: ")
+                && !said.contains("panicked")
+                && !said.lines().next().unwrap().ends_with('.'),
+            "{said}"
+        );
         said
     };
     let list = ["sandbox", "list"];
     assert!(said(atoll(&server, list).env("ATOLL_KEY", "wrong")).await.contains("hint: "));
     assert!(said(atoll(&server, list).env_remove("ATOLL_KEY")).await.contains("ATOLL_KEY"));
-    assert!(said(atoll(&server, list).env("ATOLL_URL", "http://127.0.0.1:1")).await.contains("hint: "));
+    assert!(
+        said(atoll(&server, list).env("ATOLL_URL", "http://127.0.0.1:1")).await.contains("hint: ")
+    );
     assert!(said(atoll(&server, list).env("ATOLL_URL", "nonsense")).await.contains("hint: "));
-    let unknown = said(&mut atoll(&server, ["sandbox", "get", "00000000-0000-4000-8000-000000000000"])).await;
+    let unknown =
+        said(&mut atoll(&server, ["sandbox", "get", "00000000-0000-4000-8000-000000000000"])).await;
     assert!(unknown.contains("no sandbox"), "{unknown}");
     let neither = said(&mut atoll(&server, ["cp", "/etc/hostname", "/tmp/x"])).await;
     assert!(neither.contains("hint: "), "{neither}");

@@ -92,8 +92,12 @@ async fn works(host: &Host, document: &str) {
         .stdin(Stdio::null())
         .kill_on_drop(true)
         .output();
-    let output = tokio::time::timeout(Duration::from_secs(1200), shell).await.expect("examples end").unwrap();
-    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let output = tokio::time::timeout(Duration::from_secs(1200), shell)
+        .await
+        .expect("examples end")
+        .unwrap();
+    let (out, err) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{document}: {}\n{out}\n{err}", output.status);
 }
 

@@ -15,6 +15,8 @@ use tokio::{
 };
 
 suite! {
+    a_large_file_leaves_memory_flat,
+    a_slow_upload_that_moves_is_not_cut,
     every_byte_survives_the_round_trip,
     an_empty_file_and_a_dotfile_and_an_empty_directory_are_there,
     odd_names_are_kept,
@@ -35,9 +37,7 @@ suite! {
     a_range_is_answered_exactly,
     conditions_on_reads_and_writes_hold,
     exactly_32_mib_are_taken_and_a_byte_more_is_refused_every_time,
-    a_path_is_absolute_and_resolved,
-    a_large_file_leaves_memory_flat,
-    a_slow_upload_that_moves_is_not_cut;
+    a_path_is_absolute_and_resolved;
     soak: a_gibibyte_each_way_leaves_memory_flat,
     a_hundred_thousand_entries_are_listed_in_bounded_memory,
     an_upload_of_three_minutes_is_not_cut,
@@ -47,19 +47,25 @@ const LIMIT: usize = 32 << 20;
 
 /// All values, and the beginnings of formats that tools like to "repair".
 fn every_byte() -> Vec<u8> {
-    let mut content = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR%PDF-1.7\r\n%\xe2\xe3\xcf\xd3\r\n\xef\xbb\xbf\r\n\n\0".to_vec();
+    let mut content =
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR%PDF-1.7\r\n%\xe2\xe3\xcf\xd3\r\n\xef\xbb\xbf\r\n\n\0"
+            .to_vec();
     content.extend((0..=255u8).cycle().take(64 * 256));
     content
 }
 
 /// Differs everywhere, so that a piece in the wrong place is noticed.
 fn patterned(length: usize) -> Vec<u8> {
-    (0..length as u64).map(|index| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8).collect()
+    (0..length as u64)
+        .map(|index| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8)
+        .collect()
 }
 
 async fn every_byte_survives_the_round_trip(host: Host) {
     let sandbox = host.sandbox().await;
-    for (path, content) in [("/srv/job/in/every.bin", every_byte()), ("/srv/job/large.bin", patterned(3_000_001))] {
+    for (path, content) in
+        [("/srv/job/in/every.bin", every_byte()), ("/srv/job/large.bin", patterned(3_000_001))]
+    {
         sandbox.write(path, content.clone()).await;
         assert!(sandbox.read(path).await == content, "{path}");
         let digest = format!("{:x}", Sha256::digest(&content));
@@ -116,7 +122,10 @@ async fn odd_names_are_kept(host: Host) {
     let mut sorted = names.map(str::to_owned);
     sorted.sort();
     assert_eq!(sandbox.names("/srv/odd").await, sorted);
-    assert_eq!(sandbox.run("find /srv/odd -type f -printf x | wc -c").await.trim(), names.len().to_string());
+    assert_eq!(
+        sandbox.run("find /srv/odd -type f -printf x | wc -c").await.trim(),
+        names.len().to_string()
+    );
     for name in names {
         sandbox.client().delete_file(&sandbox.id, format!("/srv/odd/{name}")).await.unwrap();
     }
@@ -176,10 +185,18 @@ async fn two_writers_leave_one_whole_file(host: Host) {
 async fn parents_belong_to_the_owner_and_uploads_are_readable(host: Host) {
     let sandbox = host.sandbox().await;
     let options = WriteOptions { owner: Some("panda:panda".to_owned()), ..WriteOptions::default() };
-    sandbox.client().write_file(&sandbox.id, "/home/panda/deep/down/note", "theirs", &options).await.unwrap();
+    sandbox
+        .client()
+        .write_file(&sandbox.id, "/home/panda/deep/down/note", "theirs", &options)
+        .await
+        .unwrap();
     sandbox.write("/srv/shared/deep/note", "everyone's").await;
     let as_panda = |cmd: &str| api::ExecRequest { user: Some("panda".to_owned()), ..command(cmd) };
-    let theirs = sandbox.exec(as_panda("cat ~/deep/down/note && touch ~/deep/new ~/deep/down/new && rm ~/deep/down/note")).await;
+    let theirs = sandbox
+        .exec(as_panda(
+            "cat ~/deep/down/note && touch ~/deep/new ~/deep/down/new && rm ~/deep/down/note",
+        ))
+        .await;
     assert_eq!((theirs.exit_code, theirs.stdout.as_str()), (0, "theirs"), "{theirs:?}");
     let shared = sandbox.exec(as_panda("cat /srv/shared/deep/note")).await;
     assert_eq!((shared.exit_code, shared.stdout.as_str()), (0, "everyone's"), "{shared:?}");
@@ -194,9 +211,16 @@ async fn parents_belong_to_the_owner_and_uploads_are_readable(host: Host) {
 async fn a_replaced_script_keeps_its_mode_and_owner(host: Host) {
     let sandbox = host.sandbox().await;
     let options = WriteOptions { mode: Some(0o750), owner: Some("panda".to_owned()), size: None };
-    sandbox.client().write_file(&sandbox.id, "/srv/job/run.sh", "#!/bin/sh\necho one\n", &options).await.unwrap();
+    sandbox
+        .client()
+        .write_file(&sandbox.id, "/srv/job/run.sh", "#!/bin/sh\necho one\n", &options)
+        .await
+        .unwrap();
     sandbox.write("/srv/job/run.sh", "#!/bin/sh\necho two\n").await;
-    assert_eq!(sandbox.run("/srv/job/run.sh; stat -c '%a %U' /srv/job/run.sh").await, "two\n750 panda\n");
+    assert_eq!(
+        sandbox.run("/srv/job/run.sh; stat -c '%a %U' /srv/job/run.sh").await,
+        "two\n750 panda\n"
+    );
     let other = WriteOptions { mode: Some(0o600), owner: Some("0:0".to_owned()), size: None };
     sandbox.client().write_file(&sandbox.id, "/srv/job/run.sh", "three", &other).await.unwrap();
     assert_eq!(sandbox.run("stat -c '%a %U:%G' /srv/job/run.sh").await, "600 root:root\n");
@@ -204,7 +228,15 @@ async fn a_replaced_script_keeps_its_mode_and_owner(host: Host) {
 
 async fn a_mode_or_an_owner_that_cannot_be_is_refused(host: Host) {
     let sandbox = host.sandbox().await;
-    for query in ["mode=abc", "mode=-1", "mode=77777", "mode=0o9", "owner=nobody-knows-me", "owner=a:b:c", "create_parents=perhaps"] {
+    for query in [
+        "mode=abc",
+        "mode=-1",
+        "mode=77777",
+        "mode=0o9",
+        "owner=nobody-knows-me",
+        "owner=a:b:c",
+        "create_parents=perhaps",
+    ] {
         let refused = sandbox.put(&format!("/srv/job/x&{query}"), "x").await;
         assert_eq!(refused.refusal(), (400, "invalid_request".to_owned()), "{query}");
     }
@@ -217,9 +249,13 @@ async fn deleting_a_link_leaves_what_it_points_to(host: Host) {
         .run("mkdir -p /srv/job/kept /srv/job/tree && echo x > /srv/job/kept/file && cd /srv/job && ln -s kept link && ln -s kept/file tree/out && ln -s ../kept tree/up")
         .await;
     let link = sandbox.client().stat_file(&sandbox.id, "/srv/job/link").await.unwrap();
-    assert_eq!((link.kind, link.is_dir, link.target.as_deref()), (FileKind::Link, false, Some("kept")));
+    assert_eq!(
+        (link.kind, link.is_dir, link.target.as_deref()),
+        (FileKind::Link, false, Some("kept"))
+    );
     for path in ["/srv/job/link", "/srv/job/tree", "/srv/job/never-was"] {
-        let deleted = Answer::to(sandbox.request(Method::DELETE, &format!("/fs?path={path}"))).await;
+        let deleted =
+            Answer::to(sandbox.request(Method::DELETE, &format!("/fs?path={path}"))).await;
         assert_eq!(deleted.status, 204, "{path}");
     }
     assert_eq!(sandbox.names("/srv/job").await, ["kept"]);
@@ -232,10 +268,18 @@ async fn a_loop_of_links_ends(host: Host) {
     let sandbox = host.sandbox().await;
     sandbox.run("mkdir -p /srv/loop/a/b && cd /srv/loop && ln -s .. a/b/up && ln -s self self && ln -s /srv/loop a/again").await;
     let listing = sandbox.get("/fs/dir?path=/srv/loop&depth=20").await;
-    let paths: Vec<_> = listing.json()["entries"].as_array().unwrap().iter().map(|entry| entry["path"].as_str().unwrap().to_owned()).collect();
+    let paths: Vec<_> = listing.json()["entries"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|entry| entry["path"].as_str().unwrap().to_owned())
+        .collect();
     let mut sorted = paths.clone();
     sorted.sort();
-    assert_eq!(sorted, ["/srv/loop/a", "/srv/loop/a/again", "/srv/loop/a/b", "/srv/loop/a/b/up", "/srv/loop/self"]);
+    assert_eq!(
+        sorted,
+        ["/srv/loop/a", "/srv/loop/a/again", "/srv/loop/a/b", "/srv/loop/a/b/up", "/srv/loop/self"]
+    );
     let round = sandbox.get("/fs?path=/srv/loop/self").await;
     assert!((400..=404).contains(&round.status), "{round:?}");
 }
@@ -245,19 +289,38 @@ async fn what_is_no_regular_file_is_refused_and_hangs_nothing(host: Host) {
     sandbox
         .run("mkdir -p /srv/odd && cd /srv/odd && mkfifo fifo && python3 -c \"import socket; socket.socket(socket.AF_UNIX).bind('socket')\" && ln -s /dev/zero zero")
         .await;
-    for path in ["/srv/odd/fifo", "/srv/odd/socket", "/srv/odd/zero", "/dev/zero", "/dev/random", "/dev/vda", "/dev/tty", "/srv/odd"] {
-        let read = tokio::time::timeout(Duration::from_secs(20), sandbox.get(&format!("/fs?path={path}"))).await;
+    for path in [
+        "/srv/odd/fifo",
+        "/srv/odd/socket",
+        "/srv/odd/zero",
+        "/dev/zero",
+        "/dev/random",
+        "/dev/vda",
+        "/dev/tty",
+        "/srv/odd",
+    ] {
+        let read =
+            tokio::time::timeout(Duration::from_secs(20), sandbox.get(&format!("/fs?path={path}")))
+                .await;
         assert_eq!(read.expect(path).refusal(), (400, "invalid_request".to_owned()), "read {path}");
     }
     for path in ["/srv/odd/fifo", "/dev/zero", "/srv/odd"] {
         let write = tokio::time::timeout(Duration::from_secs(20), sandbox.put(path, "x")).await;
-        assert_eq!(write.expect(path).refusal(), (400, "invalid_request".to_owned()), "write {path}");
+        assert_eq!(
+            write.expect(path).refusal(),
+            (400, "invalid_request".to_owned()),
+            "write {path}"
+        );
     }
     sandbox.run("test -p /srv/odd/fifo && test -c /dev/zero && test -d /srv/odd").await;
     let listing = sandbox.client().list_directory(&sandbox.id, "/srv/odd").await.unwrap();
-    let mut kinds: Vec<_> = listing.entries.iter().map(|entry| (entry.name.as_str(), entry.kind)).collect();
+    let mut kinds: Vec<_> =
+        listing.entries.iter().map(|entry| (entry.name.as_str(), entry.kind)).collect();
     kinds.sort_by_key(|(name, _)| *name);
-    assert_eq!(kinds, [("fifo", FileKind::Fifo), ("socket", FileKind::Socket), ("zero", FileKind::Link)]);
+    assert_eq!(
+        kinds,
+        [("fifo", FileKind::Fifo), ("socket", FileKind::Socket), ("zero", FileKind::Link)]
+    );
     let file = sandbox.get("/fs/dir?path=/etc/passwd").await;
     assert_eq!(file.refusal(), (400, "invalid_request".to_owned()));
 }
@@ -265,7 +328,10 @@ async fn what_is_no_regular_file_is_refused_and_hangs_nothing(host: Host) {
 async fn files_of_proc_and_sys_are_read_to_their_end(host: Host) {
     let sandbox = host.sandbox().await;
     for path in ["/proc/version", "/proc/cpuinfo", "/sys/kernel/mm/transparent_hugepage/enabled"] {
-        let read = tokio::time::timeout(Duration::from_secs(20), sandbox.get(&format!("/fs?path={path}"))).await.expect(path);
+        let read =
+            tokio::time::timeout(Duration::from_secs(20), sandbox.get(&format!("/fs?path={path}")))
+                .await
+                .expect(path);
         // They say that they are empty and are not: the whole content, or a refusal; never an empty file.
         match read.status {
             200 => assert_eq!(read.text(), sandbox.run(&format!("cat {path}")).await, "{path}"),
@@ -273,7 +339,14 @@ async fn files_of_proc_and_sys_are_read_to_their_end(host: Host) {
         }
     }
     for path in ["/proc/kmsg", "/proc/kcore", "/sys/kernel/debug/tracing/trace_pipe"] {
-        let bounded = tokio::time::timeout(Duration::from_secs(20), sandbox.request(Method::GET, &format!("/fs?path={path}")).header("range", "bytes=0-99").send()).await;
+        let bounded = tokio::time::timeout(
+            Duration::from_secs(20),
+            sandbox
+                .request(Method::GET, &format!("/fs?path={path}"))
+                .header("range", "bytes=0-99")
+                .send(),
+        )
+        .await;
         assert!(bounded.expect(path).is_ok(), "{path}");
     }
     assert_eq!(sandbox.run("echo alive").await, "alive\n");
@@ -288,7 +361,10 @@ async fn a_full_disk_refuses_a_write_and_keeps_the_old_file(host: Host) {
     let free: u64 = sandbox.run(fill).await.trim().parse().unwrap();
     assert!(free < 1024, "{free} KiB are still free");
     let big = vec![b'n'; 8 << 20];
-    let pieces: Vec<_> = big.chunks(64 << 10).map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece))).collect();
+    let pieces: Vec<_> = big
+        .chunks(64 << 10)
+        .map(|piece| Ok::<_, std::io::Error>(Bytes::copy_from_slice(piece)))
+        .collect();
     for body in [Body::from(big.clone()), Body::wrap_stream(stream::iter(pieces))] {
         let refused = sandbox.put("/srv/job/kept", body).await;
         assert_eq!(refused.refusal(), (507, "capacity_exceeded".to_owned()));
@@ -348,14 +424,28 @@ async fn a_listing_tells_what_the_clients_read(host: Host) {
     let listing = sandbox.get("/fs/dir?path=/srv/l").await.json();
     assert_eq!(listing["path"], "/srv/l");
     let entries = listing["entries"].as_array().unwrap();
-    let entry = |name: &str| entries.iter().find(|entry| entry["name"] == name).unwrap_or_else(|| panic!("{name} in {entries:?}"));
+    let entry = |name: &str| {
+        entries
+            .iter()
+            .find(|entry| entry["name"] == name)
+            .unwrap_or_else(|| panic!("{name} in {entries:?}"))
+    };
     assert_eq!(entries.len(), 3);
     assert_eq!(entry("file")["mode"], "4751");
     assert_eq!(entry("file")["mtime"], 1_000_000_000);
-    assert_eq!((&entry("file")["size"], &entry("file")["is_dir"], &entry("file")["type"]), (&5.into(), &false.into(), &"file".into()));
-    assert_eq!((&entry("dir")["is_dir"], &entry("dir")["type"], &entry("dir")["mode"]), (&true.into(), &"directory".into(), &"0755".into()));
+    assert_eq!(
+        (&entry("file")["size"], &entry("file")["is_dir"], &entry("file")["type"]),
+        (&5.into(), &false.into(), &"file".into())
+    );
+    assert_eq!(
+        (&entry("dir")["is_dir"], &entry("dir")["type"], &entry("dir")["mode"]),
+        (&true.into(), &"directory".into(), &"0755".into())
+    );
     // The clients walk by `is_dir`: a link to a directory would lead them in circles.
-    assert_eq!((&entry("link")["is_dir"], &entry("link")["target"]), (&false.into(), &"dir".into()));
+    assert_eq!(
+        (&entry("link")["is_dir"], &entry("link")["target"]),
+        (&false.into(), &"dir".into())
+    );
     assert_eq!(sandbox.get("/fs/stat?path=/srv/l/file").await.json()["mtime"], 1_000_000_000);
     for route in ["/fs", "/fs/dir", "/fs/stat"] {
         let missing = sandbox.get(&format!("{route}?path=/srv/none")).await;
@@ -367,7 +457,10 @@ async fn a_range_is_answered_exactly(host: Host) {
     let sandbox = host.sandbox().await;
     let content = patterned(100_000);
     sandbox.write("/srv/job/ranged", content.clone()).await;
-    let ask = async |range: &str| Answer::to(sandbox.request(Method::GET, "/fs?path=/srv/job/ranged").header("range", range)).await;
+    let ask = async |range: &str| {
+        Answer::to(sandbox.request(Method::GET, "/fs?path=/srv/job/ranged").header("range", range))
+            .await
+    };
     for (range, start, end) in [
         ("bytes=0-0", 0, 1),
         ("bytes=10-19", 10, 20),
@@ -380,7 +473,11 @@ async fn a_range_is_answered_exactly(host: Host) {
         let part = ask(range).await;
         assert_eq!(part.status, 206, "{range}");
         assert!(part.body == content[start..end], "{range}");
-        assert_eq!(part.header("content-range"), format!("bytes {start}-{}/100000", end - 1), "{range}");
+        assert_eq!(
+            part.header("content-range"),
+            format!("bytes {start}-{}/100000", end - 1),
+            "{range}"
+        );
         assert_eq!(part.header("content-length"), (end - start).to_string(), "{range}");
     }
     for range in ["bytes=100000-", "bytes=100000-100001", "bytes=-0"] {
@@ -396,7 +493,15 @@ async fn a_range_is_answered_exactly(host: Host) {
     let several = ask("bytes=0-1,5-6").await;
     assert!(several.status == 200 && several.body == content, "several: {}", several.status);
     let etag = sandbox.get("/fs?path=/srv/job/ranged").await.header("etag").to_owned();
-    let if_range = async |tag: &str| Answer::to(sandbox.request(Method::GET, "/fs?path=/srv/job/ranged").header("range", "bytes=0-9").header("if-range", tag)).await;
+    let if_range = async |tag: &str| {
+        Answer::to(
+            sandbox
+                .request(Method::GET, "/fs?path=/srv/job/ranged")
+                .header("range", "bytes=0-9")
+                .header("if-range", tag),
+        )
+        .await
+    };
     assert_eq!(if_range(&etag).await.status, 206);
     assert_eq!(if_range("\"another\"").await.status, 200);
 }
@@ -408,14 +513,26 @@ async fn conditions_on_reads_and_writes_hold(host: Host) {
     let etag = read.header("etag").to_owned();
     assert!(etag.starts_with('"') && etag.ends_with('"') && etag.len() > 2, "{etag}");
     assert!(read.header("last-modified").ends_with("GMT"), "{read:?}");
-    let get = async |tag: &str| Answer::to(sandbox.request(Method::GET, "/fs?path=/srv/job/c").header("if-none-match", tag)).await;
-    for (tags, status) in [(etag.clone(), 304), (format!("\"x\", {etag}"), 304), (format!("W/{etag}"), 304), ("*".to_owned(), 304), ("\"x\"".to_owned(), 200)] {
+    let get = async |tag: &str| {
+        Answer::to(sandbox.request(Method::GET, "/fs?path=/srv/job/c").header("if-none-match", tag))
+            .await
+    };
+    for (tags, status) in [
+        (etag.clone(), 304),
+        (format!("\"x\", {etag}"), 304),
+        (format!("W/{etag}"), 304),
+        ("*".to_owned(), 304),
+        ("\"x\"".to_owned(), 200),
+    ] {
         let answer = get(&tags).await;
         assert_eq!(answer.status, status, "{tags}");
         assert_eq!(answer.body.is_empty(), status == 304, "{tags}");
     }
     let put = async |path: &str, name: &'static str, value: &str, content: &'static str| {
-        let request = sandbox.request(Method::PUT, &format!("/fs?path={path}")).header(name, value).body(content);
+        let request = sandbox
+            .request(Method::PUT, &format!("/fs?path={path}"))
+            .header(name, value)
+            .body(content);
         Answer::to(request).await.status
     };
     assert_eq!(put("/srv/job/c", "if-match", "\"x\"", "no").await, 412);
@@ -456,7 +573,10 @@ async fn exactly_32_mib_are_taken_and_a_byte_more_is_refused_every_time(host: Ho
         assert!(answer.starts_with("HTTP/1.1 413 "), "round {round}: {answer}");
         assert!(answer.contains("\"too_large\"") && answer.contains("32 MiB"), "{answer}");
     }
-    let pieces: Vec<_> = whole.chunks(256 << 10).map(|piece| Ok::<_, std::io::Error>(whole.slice_ref(piece))).collect();
+    let pieces: Vec<_> = whole
+        .chunks(256 << 10)
+        .map(|piece| Ok::<_, std::io::Error>(whole.slice_ref(piece)))
+        .collect();
     let chunked = sandbox.put("/srv/job/over", Body::wrap_stream(stream::iter(pieces))).await;
     assert_eq!(chunked.refusal(), (413, "too_large".to_owned()));
     assert_eq!(sandbox.names("/srv/job").await, ["limit"]);
@@ -479,7 +599,11 @@ async fn a_path_is_absolute_and_resolved(host: Host) {
     }
     for route in ["/fs", "/fs/dir", "/fs/stat"] {
         let refused = sandbox.get(route).await;
-        assert_eq!(refused.refusal(), (400, "invalid_request".to_owned()), "{route} without a path");
+        assert_eq!(
+            refused.refusal(),
+            (400, "invalid_request".to_owned()),
+            "{route} without a path"
+        );
     }
     let through_a_file = sandbox.get("/fs?path=/srv/job/a/file/x").await;
     assert!([400, 404].contains(&through_a_file.status), "{through_a_file:?}");
@@ -522,9 +646,15 @@ async fn large_each_way(host: &Host, sandbox: &tests::Sandbox, mebibytes: u64) {
     }
     let room: u64 = 48 << 20;
     let server_after = most.max(server.memory_bytes());
-    assert!(server_after < server_before + room, "the server grew from {server_before} to {server_after}");
+    assert!(
+        server_after < server_before + room,
+        "the server grew from {server_before} to {server_after}"
+    );
     let agent_after = agent_memory(sandbox).await;
-    assert!(agent_after < agent_before + (16 << 20), "the agent grew from {agent_before} to {agent_after}");
+    assert!(
+        agent_after < agent_before + (16 << 20),
+        "the agent grew from {agent_before} to {agent_after}"
+    );
 }
 
 async fn a_large_file_leaves_memory_flat(host: Host) {
@@ -549,7 +679,7 @@ fn trickle(pieces: usize, gap: Duration) -> Body {
 }
 
 async fn a_slow_upload_that_moves_is_not_cut(host: Host) {
-    let sandbox = host.sandbox().await;
+    let sandbox = host.idle_sandbox_of(&small()).await;
     let answer = sandbox.put("/srv/job/slow", trickle(20, Duration::from_millis(500))).await;
     assert_eq!(answer.json(), serde_json::json!({"path": "/srv/job/slow", "bytes": 20_000}));
 }

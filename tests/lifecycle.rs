@@ -12,35 +12,47 @@ use tests::{Answer, Footprint, Host, Server, command, pause, small, suite, until
 use tokio::time::Instant;
 
 suite! {
+    a_size_that_nobody_used_is_baked_once,
+    a_small_disk_is_small_and_tells_when_it_is_full,
+    ten_creates_and_deletes_leave_nothing,
+    the_time_to_live_starts_again_when_changed,
+    the_time_to_live_runs_out_under_a_command,
+    the_time_to_live_runs_out_under_an_upload,
     a_create_answers_with_the_whole_sandbox,
     a_create_without_a_body_is_the_default_sandbox,
     a_create_that_asks_for_the_impossible_is_refused,
     cpu_memory_and_disk_are_as_asked,
-    a_size_that_nobody_used_is_baked_once,
-    a_small_disk_is_small_and_tells_when_it_is_full,
     a_list_is_filtered_and_paged,
     a_delete_while_creating_leaves_nothing,
     a_create_whose_client_goes_away_is_no_orphan,
     a_second_delete_finds_nothing,
     deletes_at_once_all_end,
     nothing_works_on_a_sandbox_that_is_gone,
-    the_time_to_live_runs_out_under_a_command,
-    the_time_to_live_runs_out_under_an_upload,
-    the_time_to_live_starts_again_when_changed,
     a_persistent_sandbox_has_no_time_to_live,
     a_time_to_live_of_nothing_is_refused_with_a_reason,
     a_guest_that_powers_off_is_stopped,
-    a_guest_that_reboots_is_stopped,
-    ten_creates_and_deletes_leave_nothing;
+    a_guest_that_reboots_is_stopped;
     soak: a_hundred_creates_and_deletes_leave_nothing,
 }
 
 async fn a_create_answers_with_the_whole_sandbox(host: Host) {
-    let metadata = BTreeMap::from([("job".to_owned(), "é 7".to_owned()), (String::from("x.y"), String::new())]);
-    let sandbox = host.sandbox_of(&CreateSandbox { metadata: Some(metadata.clone()), ttl_seconds: Some(900), ..small() }).await;
+    let metadata = BTreeMap::from([
+        ("job".to_owned(), "é 7".to_owned()),
+        (String::from("x.y"), String::new()),
+    ]);
+    let sandbox = host
+        .sandbox_of(&CreateSandbox {
+            metadata: Some(metadata.clone()),
+            ttl_seconds: Some(900),
+            ..small()
+        })
+        .await;
     let created = &sandbox.created;
     assert_eq!((created.template.as_str(), created.cpu, created.memory_mb), ("base", 1, 1024));
-    assert_eq!((created.status, created.ttl_seconds, created.persistent), (SandboxStatus::Running, Some(900), false));
+    assert_eq!(
+        (created.status, created.ttl_seconds, created.persistent),
+        (SandboxStatus::Running, Some(900), false)
+    );
     assert_eq!(created.metadata, metadata);
     assert!(created.boot_ms > 0 && created.error.is_none(), "{created:?}");
     assert!(["kvm", "tcg"].contains(&created.accelerator.as_str()), "{created:?}");
@@ -52,11 +64,23 @@ async fn a_create_answers_with_the_whole_sandbox(host: Host) {
     for number in ["cpu", "memory_mb", "disk_mb", "boot_ms", "ttl_seconds"] {
         assert!(shown[number].is_u64(), "{number} in {shown}");
     }
-    for text in ["id", "template", "status", "guest_ip", "created_at", "expires_at", "boot_mode", "accelerator"] {
+    for text in [
+        "id",
+        "template",
+        "status",
+        "guest_ip",
+        "created_at",
+        "expires_at",
+        "boot_mode",
+        "accelerator",
+    ] {
         assert!(shown[text].is_string(), "{text} in {shown}");
     }
     assert!(shown["created_at"].as_str().unwrap().ends_with('Z'), "{shown}");
-    assert_eq!((&shown["status"], &shown["boot_mode"], &shown["volumes"]), (&json!("running"), &json!("snapshot"), &json!([])));
+    assert_eq!(
+        (&shown["status"], &shown["boot_mode"], &shown["volumes"]),
+        (&json!("running"), &json!("snapshot"), &json!([]))
+    );
     assert_eq!(shown["id"], json!(sandbox.id.to_string()));
 }
 
@@ -65,11 +89,17 @@ async fn a_create_without_a_body_is_the_default_sandbox(host: Host) {
     let server = host.server().await;
     // The template may still have to be baked for its own size.
     let first = server.create(&CreateSandbox::default()).await;
-    let created = Answer::to(server.request(Method::POST, "/v1/sandboxes").header("content-type", "text/plain")).await;
+    let created = Answer::to(
+        server.request(Method::POST, "/v1/sandboxes").header("content-type", "text/plain"),
+    )
+    .await;
     assert_eq!(created.status, 201, "{created:?}");
     let created = created.json();
     let size = [&created["cpu"], &created["memory_mb"], &created["disk_mb"]];
-    assert_eq!((&created["template"], size), (&json!("base"), [&json!(2), &json!(2048), &json!(10_240)]));
+    assert_eq!(
+        (&created["template"], size),
+        (&json!("base"), [&json!(2), &json!(2048), &json!(10_240)])
+    );
     for id in [first.id, created["id"].as_str().unwrap().parse().unwrap()] {
         server.client().delete_sandbox(&id).await.unwrap();
     }
@@ -124,7 +154,12 @@ async fn a_create_that_asks_for_the_impossible_is_refused(host: Host) {
         let refused = Answer::to(server.request(Method::POST, "/v1/sandboxes").body(body)).await;
         assert_eq!(refused.refusal(), (400, "invalid_request".to_owned()), "{body}");
     }
-    let huge = Answer::to(server.request(Method::POST, "/v1/sandboxes").body(format!("{{\"x\": \"{}\"}}", "y".repeat(4 << 20)))).await;
+    let huge = Answer::to(
+        server
+            .request(Method::POST, "/v1/sandboxes")
+            .body(format!("{{\"x\": \"{}\"}}", "y".repeat(4 << 20))),
+    )
+    .await;
     assert_eq!(huge.refusal(), (413, "too_large".to_owned()));
 }
 
@@ -132,23 +167,39 @@ async fn cpu_memory_and_disk_are_as_asked(host: Host) {
     let shown = "nproc; awk '/MemTotal/ { print $2 }' /proc/meminfo; df -BM --output=size / | tail -1 | tr -dc 0-9";
     // The second one's disk is larger than the template's: grown before the first command.
     for (cpu, memory_mb, disk_mb) in [(1, 1024, 10_240), (2, 2048, 14_000)] {
-        let request = CreateSandbox { cpu: Some(cpu), memory_mb: Some(memory_mb), disk_mb: Some(disk_mb), ..small() };
+        let request = CreateSandbox {
+            cpu: Some(cpu),
+            memory_mb: Some(memory_mb),
+            disk_mb: Some(disk_mb),
+            ..small()
+        };
         let sandbox = host.sandbox_of(&request).await;
-        assert_eq!((sandbox.created.cpu, sandbox.created.memory_mb, sandbox.created.disk_mb), (cpu, memory_mb, disk_mb));
+        assert_eq!(
+            (sandbox.created.cpu, sandbox.created.memory_mb, sandbox.created.disk_mb),
+            (cpu, memory_mb, disk_mb)
+        );
         let figures = sandbox.run(shown).await;
         let figures: Vec<u64> = figures.lines().map(|line| line.trim().parse().unwrap()).collect();
         assert_eq!(figures[0], u64::from(cpu));
         let memory = figures[1] / 1024;
-        assert!(memory <= memory_mb && memory > memory_mb * 85 / 100, "{memory} of {memory_mb} MiB");
+        assert!(
+            memory <= memory_mb && memory > memory_mb * 85 / 100,
+            "{memory} of {memory_mb} MiB"
+        );
         // Less what ext4 takes for itself.
-        assert!(figures[2] <= disk_mb && figures[2] > disk_mb * 92 / 100, "{} of {disk_mb} MiB", figures[2]);
+        assert!(
+            figures[2] <= disk_mb && figures[2] > disk_mb * 92 / 100,
+            "{} of {disk_mb} MiB",
+            figures[2]
+        );
     }
 }
 
 async fn a_size_that_nobody_used_is_baked_once(host: Host) {
     let request = CreateSandbox { cpu: Some(1), memory_mb: Some(640), ..small() };
     let sandbox = host.sandbox_of(&request).await;
-    let memory: u64 = sandbox.run("awk '/MemTotal/ { print $2 }' /proc/meminfo").await.trim().parse().unwrap();
+    let memory: u64 =
+        sandbox.run("awk '/MemTotal/ { print $2 }' /proc/meminfo").await.trim().parse().unwrap();
     assert!((520..=640).contains(&(memory / 1024)), "{memory} KiB");
     drop(sandbox);
     let _room = host.room(1).await;
@@ -161,12 +212,16 @@ async fn a_size_that_nobody_used_is_baked_once(host: Host) {
 
 async fn a_small_disk_is_small_and_tells_when_it_is_full(host: Host) {
     let server = host.server().await;
-    let too_small = server.client().create_sandbox(&CreateSandbox { disk_mb: Some(1024), ..small() }).await;
+    let too_small =
+        server.client().create_sandbox(&CreateSandbox { disk_mb: Some(1024), ..small() }).await;
     let disk_mb = match too_small {
         // The least is told; it depends on the template.
         Err(error) if error.status() == Some(400) => {
             let text = error.to_string();
-            text.split(|c: char| !c.is_ascii_digit()).filter_map(|word| word.parse::<u64>().ok()).find(|least| *least > 1024).unwrap_or_else(|| panic!("{text}"))
+            text.split(|c: char| !c.is_ascii_digit())
+                .filter_map(|word| word.parse::<u64>().ok())
+                .find(|least| *least > 1024)
+                .unwrap_or_else(|| panic!("{text}"))
         }
         Err(error) if error.may_retry_after().is_some() => 1024,
         Ok(sandbox) => {
@@ -177,7 +232,8 @@ async fn a_small_disk_is_small_and_tells_when_it_is_full(host: Host) {
     };
     let sandbox = host.sandbox_of(&CreateSandbox { disk_mb: Some(disk_mb), ..small() }).await;
     assert_eq!(sandbox.created.disk_mb, disk_mb);
-    let size: u64 = sandbox.run("df -BM --output=size / | tail -1 | tr -dc 0-9").await.parse().unwrap();
+    let size: u64 =
+        sandbox.run("df -BM --output=size / | tail -1 | tr -dc 0-9").await.parse().unwrap();
     assert!(size <= disk_mb && size > disk_mb * 85 / 100, "{size} of {disk_mb} MiB");
     sandbox.write("/srv/job/kept", "old").await;
     let filled = sandbox.exec(command("dd if=/dev/zero of=/var/tmp/fill bs=1M; sync")).await;
@@ -197,11 +253,21 @@ async fn a_list_is_filtered_and_paged(host: Host) {
     let client = server.client();
     let mut made = Vec::new();
     for number in 0..3 {
-        let metadata = BTreeMap::from([("list".to_owned(), "paged".to_owned()), ("number".to_owned(), format!("{number} é&"))]);
+        let metadata = BTreeMap::from([
+            ("list".to_owned(), "paged".to_owned()),
+            ("number".to_owned(), format!("{number} é&")),
+        ]);
         made.push(server.create(&CreateSandbox { metadata: Some(metadata), ..small() }).await.id);
     }
     made.reverse();
-    let ids = |page: &Answer| page.json().as_array().unwrap().iter().map(|sandbox| sandbox["id"].as_str().unwrap().parse::<SandboxId>().unwrap()).collect::<Vec<_>>();
+    let ids = |page: &Answer| {
+        page.json()
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|sandbox| sandbox["id"].as_str().unwrap().parse::<SandboxId>().unwrap())
+            .collect::<Vec<_>>()
+    };
     let all = server.get("/v1/sandboxes?metadata.list=paged").await;
     assert_eq!(ids(&all), made, "newest first");
     assert_eq!(all.header("x-next-cursor"), "");
@@ -212,7 +278,8 @@ async fn a_list_is_filtered_and_paged(host: Host) {
     assert_eq!(ids(&server.get("/v1/sandboxes?metadata.list=paged&status=running").await), made);
     let (mut paged, mut cursor) = (Vec::new(), String::new());
     loop {
-        let page = server.get(&format!("/v1/sandboxes?metadata.list=paged&limit=2&cursor={cursor}")).await;
+        let page =
+            server.get(&format!("/v1/sandboxes?metadata.list=paged&limit=2&cursor={cursor}")).await;
         let found = ids(&page);
         assert!((1..=2).contains(&found.len()));
         paged.extend(found);
@@ -226,8 +293,20 @@ async fn a_list_is_filtered_and_paged(host: Host) {
         }
     }
     assert_eq!(paged, made);
-    for query in ["status=happy", "limit=0", "limit=-1", "limit=many", "cursor=nonsense", "cursor=1.x", "limit=1&limit=2"] {
-        assert_eq!(server.get(&format!("/v1/sandboxes?{query}")).await.refusal(), (400, "invalid_request".to_owned()), "{query}");
+    for query in [
+        "status=happy",
+        "limit=0",
+        "limit=-1",
+        "limit=many",
+        "cursor=nonsense",
+        "cursor=1.x",
+        "limit=1&limit=2",
+    ] {
+        assert_eq!(
+            server.get(&format!("/v1/sandboxes?{query}")).await.refusal(),
+            (400, "invalid_request".to_owned()),
+            "{query}"
+        );
     }
     for id in &made[1..] {
         client.delete_sandbox(id).await.unwrap();
@@ -242,7 +321,10 @@ async fn a_delete_while_creating_leaves_nothing(host: Host) {
         let metadata = BTreeMap::from([("raced".to_owned(), round.to_string())]);
         let request = CreateSandbox { metadata: Some(metadata), ..small() };
         let find = async || {
-            let filter = SandboxFilter { metadata: vec![("raced".to_owned(), round.to_string())], ..SandboxFilter::default() };
+            let filter = SandboxFilter {
+                metadata: vec![("raced".to_owned(), round.to_string())],
+                ..SandboxFilter::default()
+            };
             client.sandboxes(&filter).await.unwrap().pop()
         };
         let racing = async {
@@ -254,7 +336,9 @@ async fn a_delete_while_creating_leaves_nothing(host: Host) {
         match created {
             // It was quicker than the delete.
             Ok(created) => assert_eq!(created.id, seen.id),
-            Err(error) => assert!([404, 409, 410, 503].contains(&error.status().unwrap()), "{error:?}"),
+            Err(error) => {
+                assert!([404, 409, 410, 503].contains(&error.status().unwrap()), "{error:?}")
+            }
         }
         assert_eq!(client.sandbox(&seen.id).await.unwrap_err().status(), Some(404));
         assert!(find().await.is_none());
@@ -266,9 +350,14 @@ async fn a_create_whose_client_goes_away_is_no_orphan(host: Host) {
     let server = host.server().await;
     let metadata = BTreeMap::from([("left".to_owned(), "alone".to_owned())]);
     let request = CreateSandbox { metadata: Some(metadata), ttl_seconds: Some(2), ..small() };
-    let impatient = tokio::time::timeout(Duration::from_millis(30), server.client().create_sandbox(&request)).await;
+    let impatient =
+        tokio::time::timeout(Duration::from_millis(30), server.client().create_sandbox(&request))
+            .await;
     assert!(impatient.is_err(), "a create takes longer than this");
-    let filter = SandboxFilter { metadata: vec![("left".to_owned(), "alone".to_owned())], ..SandboxFilter::default() };
+    let filter = SandboxFilter {
+        metadata: vec![("left".to_owned(), "alone".to_owned())],
+        ..SandboxFilter::default()
+    };
     // Finished or taken back; either way it does not stay.
     until("it is gone", Duration::from_secs(60), async || {
         server.client().sandboxes(&filter).await.unwrap().is_empty().then_some(())
@@ -287,8 +376,12 @@ async fn a_second_delete_finds_nothing(host: Host) {
 async fn deletes_at_once_all_end(host: Host) {
     let sandbox = host.sandbox().await;
     let deletes = (0..5).map(|_| Answer::to(sandbox.request(Method::DELETE, "")));
-    let statuses: Vec<_> = futures::future::join_all(deletes).await.into_iter().map(|answer| answer.status).collect();
-    assert!(statuses.contains(&204) && statuses.iter().all(|status| [204, 404].contains(status)), "{statuses:?}");
+    let statuses: Vec<_> =
+        futures::future::join_all(deletes).await.into_iter().map(|answer| answer.status).collect();
+    assert!(
+        statuses.contains(&204) && statuses.iter().all(|status| [204, 404].contains(status)),
+        "{statuses:?}"
+    );
     assert_eq!(sandbox.get("").await.status, 404);
 }
 
@@ -300,7 +393,10 @@ async fn routes_of_a_sandbox(server: &Server, id: &str) -> Vec<(Method, String)>
         if !path.starts_with("/v1/sandboxes/{id}") {
             continue;
         }
-        for method in ["get", "put", "post", "delete", "patch"].into_iter().filter(|method| item.get(method).is_some()) {
+        for method in ["get", "put", "post", "delete", "patch"]
+            .into_iter()
+            .filter(|method| item.get(method).is_some())
+        {
             let path = path.replace("{id}", id);
             let query = if path.contains("/fs") { "?path=/etc/hostname" } else { "" };
             routes.push((method.to_uppercase().parse().unwrap(), format!("{path}{query}")));
@@ -312,10 +408,22 @@ async fn routes_of_a_sandbox(server: &Server, id: &str) -> Vec<(Method, String)>
 
 async fn all_are_404(server: &Server, id: &str) {
     for (method, route) in routes_of_a_sandbox(server, id).await {
-        let body = if route.ends_with("/lifecycle") { json!({"ttl_seconds": 60}) } else { json!({"cmd": "true"}) };
+        let body = if route.ends_with("/lifecycle") {
+            json!({"ttl_seconds": 60})
+        } else {
+            json!({"cmd": "true"})
+        };
         let request = server.request(method.clone(), &route);
-        let request = if method == Method::GET || method == Method::DELETE { request } else { request.json(&body) };
-        assert_eq!(Answer::to(request).await.refusal(), (404, "not_found".to_owned()), "{method} {route}");
+        let request = if method == Method::GET || method == Method::DELETE {
+            request
+        } else {
+            request.json(&body)
+        };
+        assert_eq!(
+            Answer::to(request).await.refusal(),
+            (404, "not_found".to_owned()),
+            "{method} {route}"
+        );
     }
 }
 
@@ -324,13 +432,15 @@ async fn nothing_works_on_a_sandbox_that_is_gone(host: Host) {
     let id = sandbox.id.to_string();
     sandbox.delete().await;
     let server = host.server().await;
-    for unknown in [id.as_str(), "00000000-0000-4000-8000-000000000000", "not-an-id", "..%2f..", "%00"] {
+    for unknown in
+        [id.as_str(), "00000000-0000-4000-8000-000000000000", "not-an-id", "..%2f..", "%00"]
+    {
         all_are_404(&server, unknown).await;
     }
 }
 
 async fn the_time_to_live_runs_out_under_a_command(host: Host) {
-    let sandbox = host.sandbox_of(&CreateSandbox { ttl_seconds: Some(4), ..small() }).await;
+    let sandbox = host.idle_sandbox_of(&CreateSandbox { ttl_seconds: Some(4), ..small() }).await;
     let start = Instant::now();
     let running = async {
         let request = ExecRequest { timeout_seconds: Some(25.0), ..command("sleep 60") };
@@ -338,7 +448,8 @@ async fn the_time_to_live_runs_out_under_a_command(host: Host) {
         (ended, start.elapsed())
     };
     let streaming = async {
-        let mut events = sandbox.client().exec_stream(&sandbox.id, &command("sleep 60")).await.unwrap();
+        let mut events =
+            sandbox.client().exec_stream(&sandbox.id, &command("sleep 60")).await.unwrap();
         let mut last = None;
         while let Ok(Some(event)) = events.next().await {
             last = Some(event);
@@ -350,15 +461,21 @@ async fn the_time_to_live_runs_out_under_a_command(host: Host) {
     assert!([Some(404), Some(410), Some(503)].contains(&status), "{status:?}");
     assert!(after < Duration::from_secs(20), "{after:?}");
     assert!(matches!(last, Some(client::ExecEvent::Failed { .. })), "{last:?}");
-    assert_eq!(sandbox.get("/fs?path=/etc/hostname").await.refusal(), (404, "not_found".to_owned()));
-    until("it is gone", Duration::from_secs(20), async || (sandbox.get("").await.status == 404).then_some(())).await;
+    assert_eq!(
+        sandbox.get("/fs?path=/etc/hostname").await.refusal(),
+        (404, "not_found".to_owned())
+    );
+    until("it is gone", Duration::from_secs(20), async || {
+        (sandbox.get("").await.status == 404).then_some(())
+    })
+    .await;
     let server = host.server().await;
     let directory = server.data().join("sandboxes").join(sandbox.id.to_string());
     assert!(!directory.exists());
 }
 
 async fn the_time_to_live_runs_out_under_an_upload(host: Host) {
-    let sandbox = host.sandbox_of(&CreateSandbox { ttl_seconds: Some(4), ..small() }).await;
+    let sandbox = host.idle_sandbox_of(&CreateSandbox { ttl_seconds: Some(4), ..small() }).await;
     let endless = Body::wrap_stream(stream::unfold((), |()| async {
         pause(Duration::from_millis(100)).await;
         Some((Ok::<_, std::io::Error>(Bytes::from_static(&[b'.'; 100])), ()))
@@ -381,42 +498,88 @@ async fn the_time_to_live_runs_out_under_an_upload(host: Host) {
 }
 
 async fn the_time_to_live_starts_again_when_changed(host: Host) {
-    let sandbox = host.sandbox_of(&CreateSandbox { ttl_seconds: Some(6), ..small() }).await;
+    let sandbox = host.idle_sandbox_of(&CreateSandbox { ttl_seconds: Some(6), ..small() }).await;
     let client = sandbox.client();
-    let changed = client.update_lifecycle(&sandbox.id, &UpdateLifecycle { ttl_seconds: Some(3600), ..UpdateLifecycle::default() }).await.unwrap();
+    let changed = client
+        .update_lifecycle(
+            &sandbox.id,
+            &UpdateLifecycle { ttl_seconds: Some(3600), ..UpdateLifecycle::default() },
+        )
+        .await
+        .unwrap();
     let left = changed.expires_at.unwrap() - time::OffsetDateTime::now_utc();
     assert!((3500..=3600).contains(&left.whole_seconds()), "{changed:?}");
-    assert_eq!((changed.ttl_seconds, changed.persistent, changed.status), (Some(3600), false, SandboxStatus::Running));
+    assert_eq!(
+        (changed.ttl_seconds, changed.persistent, changed.status),
+        (Some(3600), false, SandboxStatus::Running)
+    );
     assert_eq!(client.lifecycle(&sandbox.id).await.unwrap(), changed);
     // Past the first time to live.
     let passed = sandbox.created.expires_at.unwrap() + Duration::from_secs(2);
-    until("the first time to live is over", Duration::from_secs(20), async || (time::OffsetDateTime::now_utc() > passed).then_some(())).await;
+    until("the first time to live is over", Duration::from_secs(20), async || {
+        (time::OffsetDateTime::now_utc() > passed).then_some(())
+    })
+    .await;
     assert_eq!(sandbox.run("echo alive").await, "alive\n");
-    for bad in [json!({"ttl_seconds": 0}), json!({"ttl_seconds": -5}), json!({"ttl_seconds": "x"}), json!({"persistent": 1}), json!({"ttl_seconds": 5, "persistent": true})] {
+    for bad in [
+        json!({"ttl_seconds": 0}),
+        json!({"ttl_seconds": -5}),
+        json!({"ttl_seconds": "x"}),
+        json!({"persistent": 1}),
+        json!({"ttl_seconds": 5, "persistent": true}),
+    ] {
         let refused = Answer::to(sandbox.request(Method::PATCH, "/lifecycle").json(&bad)).await;
         assert_eq!(refused.refusal(), (400, "invalid_request".to_owned()), "{bad}");
     }
-    assert_eq!(client.lifecycle(&sandbox.id).await.unwrap(), changed, "a refused change changes nothing");
-    client.update_lifecycle(&sandbox.id, &UpdateLifecycle { ttl_seconds: Some(1), ..UpdateLifecycle::default() }).await.unwrap();
-    until("it is gone", Duration::from_secs(20), async || (sandbox.get("").await.status == 404).then_some(())).await;
+    assert_eq!(
+        client.lifecycle(&sandbox.id).await.unwrap(),
+        changed,
+        "a refused change changes nothing"
+    );
+    client
+        .update_lifecycle(
+            &sandbox.id,
+            &UpdateLifecycle { ttl_seconds: Some(1), ..UpdateLifecycle::default() },
+        )
+        .await
+        .unwrap();
+    until("it is gone", Duration::from_secs(20), async || {
+        (sandbox.get("").await.status == 404).then_some(())
+    })
+    .await;
 }
 
 async fn a_persistent_sandbox_has_no_time_to_live(host: Host) {
-    let sandbox = host.sandbox_of(&CreateSandbox { ttl_seconds: None, persistent: Some(true), ..small() }).await;
+    let sandbox = host
+        .sandbox_of(&CreateSandbox { ttl_seconds: None, persistent: Some(true), ..small() })
+        .await;
     let shown = sandbox.get("").await.json();
-    assert_eq!((&shown["persistent"], shown.get("expires_at"), shown.get("ttl_seconds")), (&json!(true), None, None));
+    assert_eq!(
+        (&shown["persistent"], shown.get("expires_at"), shown.get("ttl_seconds")),
+        (&json!(true), None, None)
+    );
     let update = UpdateLifecycle { persistent: Some(false), ..UpdateLifecycle::default() };
     let changed = sandbox.client().update_lifecycle(&sandbox.id, &update).await.unwrap();
-    assert!(!changed.persistent && changed.expires_at.is_some() && changed.ttl_seconds.is_some(), "{changed:?}");
+    assert!(
+        !changed.persistent && changed.expires_at.is_some() && changed.ttl_seconds.is_some(),
+        "{changed:?}"
+    );
     let update = UpdateLifecycle { persistent: Some(true), ..UpdateLifecycle::default() };
     let changed = sandbox.client().update_lifecycle(&sandbox.id, &update).await.unwrap();
-    assert!(changed.persistent && changed.expires_at.is_none() && changed.ttl_seconds.is_none(), "{changed:?}");
+    assert!(
+        changed.persistent && changed.expires_at.is_none() && changed.ttl_seconds.is_none(),
+        "{changed:?}"
+    );
 }
 
 async fn a_time_to_live_of_nothing_is_refused_with_a_reason(host: Host) {
     let server = host.server().await;
     for ttl in [0, -1, i64::MIN, i64::MAX] {
-        let refused = server.client().create_sandbox(&CreateSandbox { ttl_seconds: Some(ttl), ..small() }).await.unwrap_err();
+        let refused = server
+            .client()
+            .create_sandbox(&CreateSandbox { ttl_seconds: Some(ttl), ..small() })
+            .await
+            .unwrap_err();
         assert_eq!(refused.status(), Some(400), "{ttl}");
         assert!(refused.to_string().contains("ttl_seconds"), "{refused}");
     }
@@ -426,19 +589,36 @@ async fn a_time_to_live_of_nothing_is_refused_with_a_reason(host: Host) {
 async fn ends_itself(host: Host, how: &str) {
     let sandbox = host.sandbox().await;
     sandbox.write("/root/kept", "on disk").await;
-    let cmd = format!("sync; python3 -c 'import ctypes; ctypes.CDLL(None).reboot({how})'; sleep 30");
+    let cmd =
+        format!("sync; python3 -c 'import ctypes; ctypes.CDLL(None).reboot({how})'; sleep 30");
     let request = ExecRequest { timeout_seconds: Some(26.0), ..command(cmd) };
     let start = Instant::now();
     let ended = sandbox.client().exec(&sandbox.id, &request).await;
-    assert!(ended.is_err() && start.elapsed() < Duration::from_secs(25), "{ended:?} after {:?}", start.elapsed());
-    until("it is stopped", Duration::from_secs(20), async || (sandbox.get("").await.json()["status"] == "stopped").then_some(())).await;
+    assert!(
+        ended.is_err() && start.elapsed() < Duration::from_secs(25),
+        "{ended:?} after {:?}",
+        start.elapsed()
+    );
+    until("it is stopped", Duration::from_secs(20), async || {
+        (sandbox.get("").await.json()["status"] == "stopped").then_some(())
+    })
+    .await;
     let refused = Answer::to(sandbox.request(Method::POST, "/exec").json(&command("true"))).await;
     assert_eq!(refused.refusal(), (409, "conflict".to_owned()));
     assert!(refused.text().contains("stopped"), "{}", refused.text());
     assert_eq!(sandbox.get("/fs?path=/root/kept").await.refusal(), (409, "conflict".to_owned()));
     let server = host.server().await;
-    let stopped = SandboxFilter { status: Some(SandboxStatus::Stopped), ..SandboxFilter::default() };
-    assert!(server.client().sandboxes(&stopped).await.unwrap().iter().any(|other| other.id == sandbox.id));
+    let stopped =
+        SandboxFilter { status: Some(SandboxStatus::Stopped), ..SandboxFilter::default() };
+    assert!(
+        server
+            .client()
+            .sandboxes(&stopped)
+            .await
+            .unwrap()
+            .iter()
+            .any(|other| other.id == sandbox.id)
+    );
     let directory = server.data().join("sandboxes").join(sandbox.id.to_string());
     assert!(directory.exists(), "the disk is kept");
     assert_eq!(Answer::to(sandbox.request(Method::DELETE, "")).await.status, 204);
@@ -481,29 +661,54 @@ async fn creates_and_deletes(count: usize) {
         match round % 5 {
             // Failing: what is asked for is not to be had.
             1 => {
-                client.create_sandbox(&CreateSandbox { template: Some("no-such-template".to_owned()), ..small() }).await.unwrap_err();
+                client
+                    .create_sandbox(&CreateSandbox {
+                        template: Some("no-such-template".to_owned()),
+                        ..small()
+                    })
+                    .await
+                    .unwrap_err();
             }
             // Left by its client in the middle.
             2 => {
                 let request = CreateSandbox { ttl_seconds: Some(1), ..small() };
-                let _ = tokio::time::timeout(Duration::from_millis(60), client.create_sandbox(&request)).await;
+                let _ = tokio::time::timeout(
+                    Duration::from_millis(60),
+                    client.create_sandbox(&request),
+                )
+                .await;
             }
             // Its machine dies.
             3 => {
                 let sandbox = server.create(&small()).await;
-                rustix::process::kill_process(server.machine_of(&sandbox.id), rustix::process::Signal::KILL).unwrap();
+                rustix::process::kill_process(
+                    server.machine_of(&sandbox.id),
+                    rustix::process::Signal::KILL,
+                )
+                .unwrap();
                 client.delete_sandbox(&sandbox.id).await.unwrap();
             }
             _ => {
                 let sandbox = server.create(&small()).await;
-                client.exec(&sandbox.id, &command("echo > /root/x; sleep 300 & true")).await.unwrap();
+                client
+                    .exec(&sandbox.id, &command("echo > /root/x; sleep 300 & true"))
+                    .await
+                    .unwrap();
                 client.delete_sandbox(&sandbox.id).await.unwrap();
             }
         }
     }
-    until("no sandbox is left", Duration::from_secs(60), async || client.sandboxes(&SandboxFilter::default()).await.unwrap().is_empty().then_some(())).await;
+    until("no sandbox is left", Duration::from_secs(60), async || {
+        client.sandboxes(&SandboxFilter::default()).await.unwrap().is_empty().then_some(())
+    })
+    .await;
     let after = settled().await;
-    assert_eq!(after, before, "processes, namespaces, links, mounts, loop devices, files; now {:#?}", Footprint::of(server.data()));
+    assert_eq!(
+        after,
+        before,
+        "processes, namespaces, links, mounts, loop devices, files; now {:#?}",
+        Footprint::of(server.data())
+    );
     let files_after = server.open_files();
     assert!(files_after <= files_before + 8, "{files_before} open files became {files_after}");
     let metrics: Value = json!(server.get("/metrics").await.text());

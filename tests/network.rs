@@ -22,8 +22,22 @@ suite! {
 
 /// Whether a connection to there can be opened from inside.
 async fn reaches(sandbox: &Sandbox, host: impl std::fmt::Display, port: u16) -> bool {
-    let cmd = format!("timeout 5 bash -c 'exec 3<>/dev/tcp/{host}/{port} && head -c 5 <&3' 2>/dev/null");
+    let cmd =
+        format!("timeout 5 bash -c 'exec 3<>/dev/tcp/{host}/{port} && head -c 5 <&3' 2>/dev/null");
     sandbox.exec(command(cmd)).await.stdout == "hello"
+}
+
+/// Those of `HOST/PORT` to which a connection can be opened; all are tried at once.
+async fn reached(sandbox: &Sandbox, targets: &[String]) -> String {
+    let tries: String = targets
+        .iter()
+        .map(|target| {
+            format!(
+                "(timeout 5 bash -c 'exec 3<>/dev/tcp/{target}' 2>/dev/null && echo {target}) & "
+            )
+        })
+        .collect();
+    sandbox.run(&format!("{tries} wait")).await
 }
 
 /// Says hello to whoever connects, for as long as the runtime lives.
@@ -65,17 +79,21 @@ async fn an_allowed_address_of_the_host_is_reached_and_no_other(host: Host) {
     assert!(reaches(&sandbox, address, allowed.port()).await, "what is allowed");
     assert!(!reaches(&sandbox, address, other.port()).await, "another port");
     assert!(!reaches(&sandbox, address, everywhere.port()).await, "another service");
-    let api = server.url().rsplit_once(':').unwrap().1.parse().unwrap();
-    let ends: Vec<String> = sandbox.run("ip -4 route | awk '/default/ { print $3 }'; echo 127.0.0.1").await.lines().map(str::to_owned).collect();
+    let api: u16 = server.url().rsplit_once(':').unwrap().1.parse().unwrap();
+    let ends: Vec<String> = sandbox
+        .run("ip -4 route | awk '/default/ { print $3 }'; echo 127.0.0.1")
+        .await
+        .lines()
+        .map(str::to_owned)
+        .collect();
     // The host's end of the link to the namespace: one below what the host calls the guest.
     let guest: Ipv4Addr = sandbox.created.guest_ip.parse().unwrap();
     let link = Ipv4Addr::from_bits(guest.to_bits() - 1);
-    for target in ends.into_iter().chain([address.to_string(), link.to_string(), guest.to_string()]) {
-        for port in [api, everywhere.port(), 22] {
-            let cmd = format!("timeout 4 bash -c 'exec 3<>/dev/tcp/{target}/{port}' 2>/dev/null && echo reached");
-            assert_eq!(sandbox.exec(command(cmd)).await.stdout, "", "{target}:{port}");
-        }
-    }
+    let targets = ends.into_iter().chain([address, link, guest].map(|end| end.to_string()));
+    let ports = [api, everywhere.port(), 22];
+    let targets: Vec<_> =
+        targets.flat_map(|end| ports.map(|port| format!("{end}/{port}"))).collect();
+    assert_eq!(reached(&sandbox, &targets).await, "");
     drop(sandbox);
     until("the sandbox is gone", Duration::from_secs(20), async || {
         server.client().sandboxes(&SandboxFilter::default()).await.unwrap().is_empty().then_some(())
@@ -89,7 +107,10 @@ async fn two_sandboxes_do_not_reach_each_other(host: Host) {
     assert_ne!(one.created.guest_ip, other.created.guest_ip);
     let serve = "cd /srv && nohup python3 -c \"import socketserver; socketserver.TCPServer(('0.0.0.0', 8000), type('H', (socketserver.BaseRequestHandler,), {'handle': lambda self: self.request.sendall(b'hello')})).serve_forever()\" >/dev/null 2>&1 &";
     other.run(serve).await;
-    until("it listens", Duration::from_secs(60), async || reaches(&other, "127.0.0.1", 8000).await.then_some(())).await;
+    until("it listens", Duration::from_secs(60), async || {
+        reaches(&other, "127.0.0.1", 8000).await.then_some(())
+    })
+    .await;
     assert!(!reaches(&one, &other.created.guest_ip, 8000).await);
     // Its own service under its own address is its own affair.
     let own = other.run("hostname -I 2>/dev/null || ip -4 -o addr show scope global | awk '{ print $4 }' | cut -d/ -f1").await;
@@ -99,11 +120,22 @@ async fn two_sandboxes_do_not_reach_each_other(host: Host) {
 
 async fn private_and_metadata_addresses_are_not_reached(host: Host) {
     let sandbox = host.sandbox().await;
-    let targets = ["169.254.169.254/80", "10.0.0.1/80", "172.16.0.1/443", "192.168.0.1/80", "100.64.0.1/22", "100.100.100.200/80", "127.0.0.2/80", "224.0.0.1/80"];
-    let tries: String = targets.iter().map(|target| format!("(timeout 4 bash -c 'exec 3<>/dev/tcp/{target}' 2>/dev/null && echo {target}) & ")).collect();
-    assert_eq!(sandbox.run(&format!("{tries} wait")).await, "");
+    let targets = [
+        "169.254.169.254/80",
+        "10.0.0.1/80",
+        "172.16.0.1/443",
+        "192.168.0.1/80",
+        "100.64.0.1/22",
+        "100.100.100.200/80",
+        "127.0.0.2/80",
+        "224.0.0.1/80",
+    ];
+    assert_eq!(reached(&sandbox, &targets.map(str::to_owned)).await, "");
     // By UDP and ICMP neither.
-    assert_ne!(sandbox.exec(command("ping -c 1 -W 2 169.254.169.254 >/dev/null 2>&1")).await.exit_code, 0);
+    assert_ne!(
+        sandbox.exec(command("ping -c 1 -W 2 169.254.169.254 >/dev/null 2>&1")).await.exit_code,
+        0
+    );
 }
 
 async fn names_are_resolved_by_the_gateway(host: Host) {
@@ -113,15 +145,19 @@ async fn names_are_resolved_by_the_gateway(host: Host) {
     assert!(lines.len() == 2 && lines[0] == lines[1], "{resolver}");
     // As far as the host itself can: a guest knows no more.
     for name in ["deb.debian.org", "no-such-name.invalid"] {
-        let on_the_host = tokio::net::lookup_host((name, 80)).await.is_ok_and(|mut found| found.any(|address| address.is_ipv4()));
-        let inside = sandbox.exec(command(format!("timeout 25 getent ahostsv4 {name} >/dev/null"))).await;
+        let on_the_host = tokio::net::lookup_host((name, 80))
+            .await
+            .is_ok_and(|mut found| found.any(|address| address.is_ipv4()));
+        let inside =
+            sandbox.exec(command(format!("timeout 25 getent ahostsv4 {name} >/dev/null"))).await;
         assert_eq!(inside.exit_code == 0, on_the_host, "{name}");
     }
     assert_eq!(sandbox.run("getent hosts localhost >/dev/null && getent hosts $(hostname) >/dev/null && echo both").await, "both\n");
 }
 
 async fn the_guest_has_the_address_that_all_have(host: Host) {
-    let [one, other] = host.two_sandboxes(&CreateSandbox { ttl_seconds: Some(600), ..small() }).await;
+    let [one, other] =
+        host.two_sandboxes(&CreateSandbox { ttl_seconds: Some(600), ..small() }).await;
     let shown = "ip -4 -o addr show scope global | awk '{ print $4 }'; cat /sys/class/net/*/address; ip -4 route";
     assert_eq!(one.run(shown).await, other.run(shown).await, "a snapshot must carry no identity");
     let sixth = one.run("ip -6 -o addr show scope global; cat /proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null || true").await;

@@ -36,8 +36,7 @@ impl Answer {
     /// # Panics
     /// The body is something else.
     pub fn json(&self) -> Value {
-        serde_json::from_slice(&self.body)
-            .unwrap_or_else(|error| panic!("{error} in {self:?}"))
+        serde_json::from_slice(&self.body).unwrap_or_else(|error| panic!("{error} in {self:?}"))
     }
 
     /// The code of a refusal, whose whole shape is checked: clients break on any other.
@@ -46,7 +45,8 @@ impl Answer {
     /// The refusal is not as the contract has it.
     pub fn code(&self) -> String {
         let body = self.json();
-        let text = |name: &str| body[name].as_str().unwrap_or_else(|| panic!("`{name}` in {self:?}"));
+        let text =
+            |name: &str| body[name].as_str().unwrap_or_else(|| panic!("`{name}` in {self:?}"));
         assert!(self.header("content-type").starts_with("application/json"), "{self:?}");
         assert_eq!(text("error"), text("detail"));
         assert!(!text("error").is_empty());

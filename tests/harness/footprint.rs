@@ -49,7 +49,9 @@ impl Footprint {
                 .map(str::to_owned)
                 .collect(),
             loop_devices: names_in("/sys/block")
-                .filter(|name| read(&format!("/sys/block/{name}/loop/backing_file")).starts_with(&path))
+                .filter(|name| {
+                    read(&format!("/sys/block/{name}/loop/backing_file")).starts_with(&path)
+                })
                 .collect(),
             tables: output_of("nft", &["list", "tables"])
                 .lines()
@@ -59,7 +61,9 @@ impl Footprint {
                 .collect(),
             files: PER_SANDBOX
                 .iter()
-                .flat_map(|kind| names_in(data.join(kind)).map(move |name| format!("{kind}/{name}")))
+                .flat_map(|kind| {
+                    names_in(data.join(kind)).map(move |name| format!("{kind}/{name}"))
+                })
                 .collect(),
         }
     }

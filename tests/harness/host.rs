@@ -9,6 +9,8 @@ use crate::{Footprint, Sandbox, Server, small};
 
 /// Sandboxes at once: without hardware virtualization each keeps a core busy.
 const ROOM: usize = 3;
+/// Beside them, sandboxes in which a claim only waits for a limit to run out.
+const IDLE_ROOM: usize = 4;
 
 /// Cheap to clone.
 #[derive(Clone)]
@@ -19,14 +21,20 @@ pub struct Host {
 struct Shared {
     server: OnceCell<Arc<Server>>,
     room: Arc<Semaphore>,
+    idle_room: Arc<Semaphore>,
     /// Of servers that single claims had for themselves.
     left: Mutex<Vec<Footprint>>,
 }
 
 impl Host {
     pub(crate) fn new() -> Self {
-        let room = Arc::new(Semaphore::new(ROOM));
-        Self { shared: Arc::new(Shared { server: OnceCell::new(), room, left: Mutex::default() }) }
+        let shared = Shared {
+            server: OnceCell::new(),
+            room: Arc::new(Semaphore::new(ROOM)),
+            idle_room: Arc::new(Semaphore::new(IDLE_ROOM)),
+            left: Mutex::default(),
+        };
+        Self { shared: Arc::new(shared) }
     }
 
     /// The suite's server, started for the first claim that needs it.
@@ -56,6 +64,14 @@ impl Host {
         Sandbox::new(server.create(request).await, server.client().clone(), room)
     }
 
+    /// For a claim that mostly waits.
+    pub async fn idle_sandbox_of(&self, request: &CreateSandbox) -> Sandbox {
+        let room = Arc::clone(&self.shared.idle_room).acquire_owned().await;
+        let server = self.server().await;
+        let created = server.create(request).await;
+        Sandbox::new(created, server.client().clone(), room.expect("the semaphore is never closed"))
+    }
+
     pub async fn sandbox_on(&self, server: &Server, request: &CreateSandbox) -> Sandbox {
         let room = self.room(1).await;
         Sandbox::new(server.create(request).await, server.client().clone(), room)
@@ -78,7 +94,8 @@ impl Host {
 
     /// What the suite's servers left on the host; `None` if there was none.
     pub(crate) async fn close(self) -> Option<Vec<Footprint>> {
-        let mut left = std::mem::take(&mut *self.shared.left.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut left =
+            std::mem::take(&mut *self.shared.left.lock().unwrap_or_else(PoisonError::into_inner));
         if let Some(server) = self.shared.server.get().cloned() {
             drop(self);
             let server = Arc::into_inner(server).expect("the claims have ended");

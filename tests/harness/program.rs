@@ -19,7 +19,9 @@ pub fn program() -> PathBuf {
         .map(|name| target.join(name))
         .max_by_key(|path| built_at(path))
         .filter(|path| path.exists())
-        .expect("the program is built first: run `cargo build -p atoll`, or let ATOLL_PROGRAM name it")
+        .expect(
+            "the program is built first: run `cargo build -p atoll`, or let ATOLL_PROGRAM name it",
+        )
 }
 
 /// Of this workspace: this program is in `PROFILE/deps` below it.

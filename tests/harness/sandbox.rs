@@ -64,7 +64,8 @@ impl Sandbox {
     pub async fn write(&self, path: impl AsRef<[u8]>, content: impl Into<Bytes>) {
         let content: Bytes = content.into();
         let length = content.len() as u64;
-        let written = self.client.write_file(&self.id, path, content, &WriteOptions::default()).await;
+        let written =
+            self.client.write_file(&self.id, path, content, &WriteOptions::default()).await;
         assert_eq!(written.expect("a file can be written").bytes, length);
     }
 
@@ -75,7 +76,8 @@ impl Sandbox {
 
     /// Of a directory, sorted.
     pub async fn names(&self, path: &str) -> Vec<String> {
-        let listing = self.client.list_directory(&self.id, path).await.expect("a directory can be listed");
+        let listing =
+            self.client.list_directory(&self.id, path).await.expect("a directory can be listed");
         let mut names: Vec<_> = listing.entries.into_iter().map(|entry| entry.name).collect();
         names.sort();
         names
@@ -91,7 +93,8 @@ impl Sandbox {
     }
 
     pub async fn put(&self, path_and_query: &str, content: impl Into<client::Body>) -> Answer {
-        Answer::to(self.request(Method::PUT, &format!("/fs?path={path_and_query}")).body(content)).await
+        Answer::to(self.request(Method::PUT, &format!("/fs?path={path_and_query}")).body(content))
+            .await
     }
 
     /// # Panics

@@ -18,11 +18,7 @@ use tokio::{
     process::{Child, ChildStdout, Command},
 };
 
-use crate::{
-    Answer, Footprint, pause, program,
-    program::target_directory,
-    until,
-};
+use crate::{Answer, Footprint, pause, program, program::target_directory, until};
 
 /// A host on which nothing was prepared builds a kernel first.
 const START_DEADLINE: Duration = Duration::from_secs(900);
@@ -188,7 +184,8 @@ impl Server {
 
     /// What the server takes for itself; guests are other processes.
     pub fn memory_bytes(&self) -> u64 {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.process_id().as_raw_nonzero()));
+        let status =
+            fs::read_to_string(format!("/proc/{}/status", self.process_id().as_raw_nonzero()));
         let status = status.expect("the server runs");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
         let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
@@ -205,10 +202,13 @@ impl Server {
         let directory = self.data().join("sandboxes").join(id.to_string());
         let has_it_open = |pid: &u32| {
             let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-            files.filter_map(|file| fs::read_link(file.path()).ok()).any(|file| file.starts_with(&directory))
+            files
+                .filter_map(|file| fs::read_link(file.path()).ok())
+                .any(|file| file.starts_with(&directory))
         };
         let pid = Footprint::of(self.data()).processes.into_iter().find(has_it_open);
-        pid.and_then(|pid| Pid::from_raw(pid.cast_signed())).expect("a running sandbox has a machine")
+        pid.and_then(|pid| Pid::from_raw(pid.cast_signed()))
+            .expect("a running sandbox has a machine")
     }
 
     /// What it has said so far, over all its starts.
@@ -247,7 +247,8 @@ fn new_log() -> PathBuf {
     let directory = target_directory().join("test-logs");
     fs::create_dir_all(&directory).expect("the target directory can be written");
     let this = std::env::current_exe().ok();
-    let suite = this.as_ref().and_then(|path| path.file_name()).unwrap_or_default().to_string_lossy();
+    let suite =
+        this.as_ref().and_then(|path| path.file_name()).unwrap_or_default().to_string_lossy();
     let suite = suite.split('-').next().unwrap_or_default();
     let log = directory.join(format!("{suite}-{}.log", COUNT.fetch_add(1, Ordering::Relaxed)));
     File::create(&log).expect("the target directory can be written");

@@ -8,7 +8,7 @@ use libtest_mimic::{Arguments, Failed, Trial};
 use crate::{Footprint, Host};
 
 /// Most claims wait for their guest or for a deadline, so there may be more of them than cores.
-const THREADS: usize = 6;
+const THREADS: usize = 8;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Length {
@@ -27,6 +27,7 @@ impl Length {
 }
 
 /// One test.
+#[derive(Clone, Copy)]
 pub struct Claim {
     name: &'static str,
     length: Length,
@@ -34,7 +35,11 @@ pub struct Claim {
 }
 
 impl Claim {
-    pub fn new(name: &'static str, length: Length, body: fn(Host) -> LocalBoxFuture<'static, ()>) -> Self {
+    pub fn new(
+        name: &'static str,
+        length: Length,
+        body: fn(Host) -> LocalBoxFuture<'static, ()>,
+    ) -> Self {
         Self { name, length, body }
     }
 }
@@ -59,7 +64,10 @@ pub fn run(claims: Vec<Claim>) -> ExitCode {
     arguments.test_threads = arguments.test_threads.or(Some(THREADS));
     let runtime = tokio::runtime::Runtime::new().expect("threads can be started");
     let host = Host::new();
-    let trials = claims.into_iter().map(|claim| trial(claim, runtime.handle().clone(), host.clone())).collect();
+    let trials = claims
+        .into_iter()
+        .map(|claim| trial(claim, runtime.handle().clone(), host.clone()))
+        .collect();
     let told = libtest_mimic::run(&arguments, trials);
     let Some(left) = runtime.block_on(host.close()) else { return told.exit_code() };
     arguments.filter = None;

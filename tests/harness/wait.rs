@@ -10,11 +10,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 ///
 /// # Panics
 /// It was not there before the deadline.
-pub async fn until<T>(
-    what: &str,
-    within: Duration,
-    mut look: impl AsyncFnMut() -> Option<T>,
-) -> T {
+pub async fn until<T>(what: &str, within: Duration, mut look: impl AsyncFnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + within;
     loop {
         if let Some(found) = look().await {

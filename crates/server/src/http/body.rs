@@ -13,6 +13,7 @@ use futures::StreamExt;
 use http::{HeaderValue, StatusCode, header::CONTENT_TYPE, request::Parts};
 use serde::{Serialize, de::DeserializeOwned};
 
+use super::upload::Upload;
 use crate::Error;
 
 /// For bodies of a few fields.
@@ -34,15 +35,16 @@ impl<T: DeserializeOwned, const LIMIT: usize, S: Sync> FromRequest<S> for Input<
 /// # Errors
 /// 413 when it is longer than `limit`, 400 when it breaks off.
 pub(super) async fn read(body: Body, limit: usize) -> Result<Bytes, Error> {
-    let mut stream = body.into_data_stream();
+    let mut upload = Upload::new(body);
     let mut whole = BytesMut::new();
     loop {
-        let piece = tokio::time::timeout(CLIENT_DEADLINE, stream.next())
+        let piece = tokio::time::timeout(CLIENT_DEADLINE, upload.next())
             .await
             .map_err(|_| Error::invalid("the body stopped coming; send it again"))?;
         let Some(piece) = piece else { return Ok(whole.freeze()) };
         let piece = piece.map_err(|_| Error::invalid("the body broke off; send it again"))?;
         if whole.len() + piece.len() > limit {
+            upload.drain().await;
             let message = format!(
                 "the body of this request may have at most {limit} bytes; larger things go into files with PUT …/fs"
             );
