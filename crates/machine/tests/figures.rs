@@ -5,12 +5,12 @@
     reason = "the figures are its output, and nobody handles its failures"
 )]
 
-mod common;
+mod harness;
 
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use common::{Bake, DEADLINE, place, repair, run, scratch, spec};
+use harness::{Bake, DEADLINE, place, repair, run, scratch, spec};
 use machine::guest::{Event, FileRead, FileWrite, Guest, Reply, Request};
 
 const CLONES: usize = 5;
@@ -89,7 +89,7 @@ async fn clones_of(bake: &Bake) {
         let (whole, before) = (Instant::now(), processor_milliseconds(pid));
         let disk = directory.join("rootfs");
         let loaded = steps.measure("load of the state", pid, bake.load(prepared, &disk)).await;
-        let machine = common::Running::from(loaded.unwrap());
+        let machine = harness::Running::from(loaded.unwrap());
         let connecting = async {
             machine.resume().await.unwrap();
             machine.connect_guest(DEADLINE).await.unwrap()

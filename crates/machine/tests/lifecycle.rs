@@ -1,13 +1,13 @@
 //! Machines on real QEMU: saved, restored, found again, ended.
 
-mod common;
+mod harness;
 
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{Bake, DEADLINE, Running, place, run};
+use harness::{Bake, DEADLINE, Running, place, run};
 use machine::guest::Request;
 use machine::hypervisor::{Boot, Hypervisor};
 use machine::{Ended, Error, Machine};
@@ -60,7 +60,7 @@ async fn an_empty_slot_swallows_nothing() {
 async fn a_guest_sees_that_its_disk_has_grown() {
     let bake = Bake::shared().await;
     let directory = bake.clone_disk("grown");
-    let disk = common::read_write(&directory.join("rootfs"));
+    let disk = harness::read_write(&directory.join("rootfs"));
     let larger = bake.disk_bytes() + (1 << 30);
     disk.set_len(larger).unwrap();
     let prepared = bake.prepare(place(directory)).await;
@@ -69,7 +69,7 @@ async fn a_guest_sees_that_its_disk_has_grown() {
     let machine = Running::from(loaded.unwrap());
     machine.resume().await.unwrap();
     let guest = machine.connect_guest(DEADLINE).await.unwrap();
-    guest.call(Request::Repair(common::repair()), DEADLINE).await.unwrap();
+    guest.call(Request::Repair(harness::repair()), DEADLINE).await.unwrap();
     let (output, _) = run(&guest, "size", "cat /sys/block/vda/size").await;
     assert_eq!(output.trim(), (larger / 512).to_string());
 }
@@ -78,7 +78,7 @@ async fn a_guest_sees_that_its_disk_has_grown() {
 async fn a_disk_is_never_cut() {
     let bake = Bake::shared().await;
     let directory = bake.clone_disk("cut");
-    let disk = common::read_write(&directory.join("rootfs"));
+    let disk = harness::read_write(&directory.join("rootfs"));
     let prepared = bake.prepare(place(directory.clone())).await;
     let smaller = bake.disk_bytes() - 4096;
     let refused =
@@ -95,7 +95,7 @@ async fn a_state_that_is_none_fails_soon_and_leaves_no_process() {
     File::create(&garbage).unwrap().write_all(&[0x51; 4096]).unwrap();
     let prepared = bake.prepare(place(directory.clone())).await;
     let (pid, begun) = (prepared.pid(), Instant::now());
-    let disk = common::read_write(&directory.join("rootfs"));
+    let disk = harness::read_write(&directory.join("rootfs"));
     let loaded = prepared
         .load(File::open(garbage).unwrap(), disk, bake.disk_bytes(), bake.disk_bytes())
         .await;
@@ -173,7 +173,7 @@ async fn a_later_server_finds_the_machine_again() {
     let machine = bake.load(bake.prepare(home).await, &directory.join("rootfs")).await.unwrap();
     machine.resume().await.unwrap();
     let guest = machine.connect_guest(DEADLINE).await.unwrap();
-    guest.call(Request::Repair(common::repair()), DEADLINE).await.unwrap();
+    guest.call(Request::Repair(harness::repair()), DEADLINE).await.unwrap();
     run(&guest, "before", "echo kept > /tmp/note").await;
     let pid = machine.pid();
     // As when the server is killed: its ends of the sockets close.
@@ -210,7 +210,7 @@ async fn a_guest_that_powers_off_is_not_taken_for_a_crash_not_even_by_a_later_se
     drop(machine.into_inner());
     let machine = Running::from(Hypervisor::adopt(&known).await.unwrap());
     let guest = machine.connect_guest(DEADLINE).await.unwrap();
-    guest.call(Request::Repair(common::repair()), DEADLINE).await.unwrap();
+    guest.call(Request::Repair(harness::repair()), DEADLINE).await.unwrap();
     guest.call(Request::Shutdown { grace_ms: 0 }, DEADLINE).await.unwrap();
     let ended = tokio::time::timeout(DEADLINE, machine.exited()).await.unwrap();
     assert!(matches!(ended, Ended::PoweredOff), "{ended:?}");
@@ -267,12 +267,13 @@ async fn a_qemu_has_no_privileges_and_no_network_but_its_own() {
 
 #[tokio::test]
 async fn the_probe_decides_soon_and_remembers() {
-    let directory = common::scratch("probe");
+    let directory = harness::scratch("probe");
     let remembered = directory.join("accelerator");
     let hypervisor = Hypervisor::find().unwrap();
     let probe = async || {
         let begun = Instant::now();
-        let (kernel, initramfs) = (common::guest_file("vmlinuz"), common::guest_file("initramfs"));
+        let (kernel, initramfs) =
+            (harness::guest_file("vmlinuz"), harness::guest_file("initramfs"));
         (hypervisor.probe(&kernel, &initramfs, &remembered).await.unwrap(), begun.elapsed())
     };
     let (first, duration) = probe().await;
@@ -287,7 +288,7 @@ async fn the_probe_decides_soon_and_remembers() {
 
 #[tokio::test]
 async fn a_kernel_that_does_not_come_up_is_told_with_its_console_and_leaves_no_process() {
-    let directory = common::scratch("no-agent");
+    let directory = harness::scratch("no-agent");
     std::fs::create_dir(directory.join("place")).unwrap();
     // A kernel without the agent panics and, having no way to reboot, ends QEMU.
     let initramfs = directory.join("initramfs");
@@ -298,7 +299,7 @@ async fn a_kernel_that_does_not_come_up_is_told_with_its_console_and_leaves_no_p
         .write(true)
         .open(directory.join("memory"))
         .unwrap();
-    memory.set_len(common::SPEC.shape.memory_bytes()).unwrap();
+    memory.set_len(harness::SPEC.shape.memory_bytes()).unwrap();
     let disk = File::options()
         .create_new(true)
         .read(true)
@@ -307,7 +308,7 @@ async fn a_kernel_that_does_not_come_up_is_told_with_its_console_and_leaves_no_p
         .unwrap();
     disk.set_len(1 << 20).unwrap();
     let boot = Boot {
-        kernel: common::guest_file("vmlinuz"),
+        kernel: harness::guest_file("vmlinuz"),
         initramfs,
         memory,
         root_disk: disk,
@@ -315,7 +316,7 @@ async fn a_kernel_that_does_not_come_up_is_told_with_its_console_and_leaves_no_p
     };
     let error = Hypervisor::find()
         .unwrap()
-        .boot(&common::SPEC, boot)
+        .boot(&harness::SPEC, boot)
         .await
         .map(Running::from)
         .map(|_| ())

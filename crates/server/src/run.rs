@@ -128,6 +128,9 @@ async fn bake_defaults(
                 Some(line) = received.recv() => progress(&format!("template {name}: {line}")),
             }
         };
+        if name.as_str() == DEFAULT_TEMPLATE {
+            ground.bakes.name_guest(&template).await?;
+        }
         for size in default_sizes(&template) {
             progress(&format!(
                 "bake {name} with {} vCPUs and {} MiB",

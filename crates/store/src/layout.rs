@@ -125,6 +125,10 @@ impl Layout {
         self.bakes().join(key.as_str())
     }
 
+    pub(crate) fn current_guest(&self) -> PathBuf {
+        self.cache.join("guest")
+    }
+
     /// Debian packages as downloaded.
     pub(crate) fn packages(&self) -> PathBuf {
         self.cache.join("apt")

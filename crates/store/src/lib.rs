@@ -6,6 +6,7 @@
 
 pub mod bake;
 pub mod clone;
+pub mod current_guest;
 mod debian;
 pub mod digest;
 mod draft;

@@ -99,6 +99,15 @@ impl Bakes {
         MachineSpec { shape: size.shape, accelerator: self.accelerator }
     }
 
+    /// Puts what this template's guests are made of under names that do not change.
+    pub(crate) async fn name_guest(&self, template: &Template) -> Result<(), Error> {
+        let (layout, template) = (self.layout.clone(), template.clone());
+        let (kernel, initramfs) = (self.kernel.clone(), self.initramfs.clone());
+        blocking(move || store::current_guest::name(&layout, &kernel, &initramfs, &template))
+            .await?;
+        Ok(())
+    }
+
     /// Everything that decides whether a saved state fits: a bare device state is hardly checked by QEMU itself.
     fn description(&self, template: &Template, size: &Size) -> String {
         format!(

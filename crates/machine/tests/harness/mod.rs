@@ -1,4 +1,5 @@
-//! A machine baked once for all tests of a file, and clones of it. Needs root, QEMU, and a guest in `ATOLL_TEST_GUEST`.
+//! A machine baked once for all tests of a file, and clones of it. Needs root, QEMU, and what
+//! `make setup` makes.
 #![allow(
     clippy::unwrap_used,
     clippy::allow_attributes,
@@ -27,19 +28,23 @@ pub(crate) const fn spec(cpus: u32, memory_mib: u32) -> MachineSpec {
     MachineSpec { shape: Shape { cpus, memory_mib }, accelerator: Accelerator::Tcg }
 }
 
+fn pool() -> PathBuf {
+    std::env::var_os("ATOLL_POOL").map_or_else(|| "/var/lib/atoll".into(), PathBuf::from)
+}
+
+/// Of what `make setup` made; `ATOLL_TEST_GUEST` names another directory with such files.
 pub(crate) fn guest_file(name: &str) -> PathBuf {
-    let directory = std::env::var_os("ATOLL_TEST_GUEST").expect(
-        "set ATOLL_TEST_GUEST to a directory with vmlinuz, initramfs (our agent as /init) and rootfs.ext4 (a root file \
-         system with a shell); `make setup` provides one",
-    );
-    let path = Path::new(&directory).join(name);
-    assert!(path.is_file(), "ATOLL_TEST_GUEST has no {name}");
+    let directory = std::env::var_os("ATOLL_TEST_GUEST")
+        .map_or_else(|| pool().join("cache/guest"), PathBuf::from);
+    let path = directory.join(name);
+    assert!(path.is_file(), "there is no {}; `make setup` makes it", path.display());
     path
 }
 
-/// A directory of its own below cargo's for tests; emptied first.
+/// A directory of its own in the pool, where disks are cloned without copying; emptied first. `cargo xtask test`
+/// removes them in the end.
 pub(crate) fn scratch(name: &str) -> PathBuf {
-    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let directory = pool().join("test-machine").join(name);
     let _ = std::fs::remove_dir_all(&directory);
     std::fs::create_dir_all(&directory).unwrap();
     directory
