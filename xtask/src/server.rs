@@ -25,7 +25,6 @@ pub(crate) struct Server {
     pub(crate) key: String,
     /// Removed last.
     directory: TempDir,
-    program: PathBuf,
 }
 
 impl Server {
@@ -51,8 +50,7 @@ impl Server {
             .stderr(output)
             .spawn()
             .with_context(|| format!("start {}", program.display()))?;
-        let mut server =
-            Self { child, url: String::new(), key, directory, program: program.to_owned() };
+        let mut server = Self { child, url: String::new(), key, directory };
         server.url = wait::until(
             "the server's address",
             Duration::from_secs(1200),
@@ -78,14 +76,6 @@ impl Server {
 
     pub(crate) fn api(&self) -> Api {
         Api::new(&self.url, &self.key)
-    }
-
-    pub(crate) fn data_directory(&self) -> &Path {
-        self.directory.path()
-    }
-
-    pub(crate) fn program(&self) -> &Path {
-        &self.program
     }
 
     /// The virtual machine behind a sandbox: the QEMU that has its root disk open.

@@ -4,7 +4,7 @@ pub(crate) mod leftovers;
 mod tally;
 
 use std::{
-    io::{BufRead, BufReader},
+    io::{BufRead, BufReader, ErrorKind},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Instant,
@@ -13,7 +13,11 @@ use std::{
 use anyhow::{Context, bail, ensure};
 
 use self::{leftovers::Inventory, tally::Tally};
-use crate::{build, check, server::Server, wait};
+use crate::{
+    build, check,
+    server::{Server, pool},
+    wait,
+};
 
 /// The everyday jobs, through the published clients, whose capabilities are there.
 const SCENARIOS: &[&str] =
@@ -33,11 +37,12 @@ pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
     suite.step("tests of the crates", |root| {
         cargo_test(root, &["--workspace", "--exclude", "tests", "--no-fail-fast"], None)
     })?;
-    suite.with_server(|suite, server| {
+    remove_disks_of_machines()?;
+    suite.with_program(|suite, program| {
         suite.step("end-to-end tests", |root| {
-            cargo_test(root, &["--package", "tests", "--no-fail-fast"], Some(server))
+            cargo_test(root, &["--package", "tests", "--no-fail-fast"], Some(program))
         })?;
-        suite.step("scenarios", |root| scenarios(root, server))
+        suite.step("scenarios", |root| scenarios(root, program))
     })?;
     suite.step("leftovers on the host", |_| no_leftovers(&before))?;
     suite.finish()
@@ -54,12 +59,12 @@ pub(crate) fn soak(root: &Path) -> anyhow::Result<()> {
             None,
         )
     })?;
-    suite.with_server(|suite, server| {
+    suite.with_program(|suite, program| {
         suite.step("long end-to-end tests", |root| {
             cargo_test(
                 root,
                 &["--package", "tests", "--no-fail-fast", "--", "--ignored"],
-                Some(server),
+                Some(program),
             )
         })
     })?;
@@ -101,23 +106,17 @@ impl<'a> Suite<'a> {
         Ok(())
     }
 
-    /// The steps that need a server are left out when there is none; that counts as one failure.
-    fn with_server(
+    /// The steps that need the program are left out when it cannot be built; that counts as one failure.
+    fn with_program(
         &mut self,
-        steps: impl FnOnce(&mut Self, &Server) -> anyhow::Result<()>,
+        steps: impl FnOnce(&mut Self, &Path) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let mut server = None;
-        self.step("a server of the release build", |root| {
-            let program = build::release_program(root)?;
-            let log = build::target_directory()?.join("test-server.log");
-            println!("the server's log is {}", log.display());
-            server = Some(Server::start(&program, &log)?);
+        let mut program = None;
+        self.step("release build", |root| {
+            program = Some(build::release_program(root)?);
             Ok(Tally::PASSED)
         })?;
-        match server {
-            Some(server) => steps(self, &server),
-            None => Ok(()),
-        }
+        program.map_or(Ok(()), |program| steps(self, &program))
     }
 
     fn say(&self, text: &str) {
@@ -133,6 +132,17 @@ impl<'a> Suite<'a> {
         println!("{}", self.tally);
         ensure!(self.tally.failed == 0, "pass all tests");
         Ok(())
+    }
+}
+
+/// Of the tests of crate `machine`, which cannot tell which of them is the last.
+fn remove_disks_of_machines() -> anyhow::Result<()> {
+    let directory = pool().join("test-machine");
+    match std::fs::remove_dir_all(&directory) {
+        Err(error) if error.kind() != ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("remove {}", directory.display()))
+        }
+        Ok(()) | Err(_) => Ok(()),
     }
 }
 
@@ -152,17 +162,12 @@ fn cargo(root: &Path, arguments: &[&str]) -> anyhow::Result<Tally> {
     Ok(if status.success() { Tally::PASSED } else { Tally::FAILED })
 }
 
-/// The end-to-end tests learn of the server by `ATOLL_URL`, `ATOLL_KEY` and `ATOLL_DATA_DIR`, and of the program, for
-/// servers of their own, by `ATOLL_PROGRAM`.
-fn cargo_test(root: &Path, arguments: &[&str], server: Option<&Server>) -> anyhow::Result<Tally> {
+/// The end-to-end tests start servers of their own, from the program that `ATOLL_PROGRAM` names.
+fn cargo_test(root: &Path, arguments: &[&str], program: Option<&Path>) -> anyhow::Result<Tally> {
     let mut command = cargo_command(root);
     command.arg("test").args(arguments);
-    if let Some(server) = server {
-        command
-            .env("ATOLL_URL", &server.url)
-            .env("ATOLL_KEY", &server.key)
-            .env("ATOLL_DATA_DIR", server.data_directory())
-            .env("ATOLL_PROGRAM", server.program());
+    if let Some(program) = program {
+        command.env("ATOLL_PROGRAM", program);
     }
     counted(command)
 }
@@ -173,7 +178,7 @@ fn cargo_command(root: &Path) -> Command {
     command
 }
 
-fn scenarios(root: &Path, server: &Server) -> anyhow::Result<Tally> {
+fn scenarios(root: &Path, program: &Path) -> anyhow::Result<Tally> {
     let directory = std::env::var_os("ATOLL_SCENARIOS")
         .map_or_else(|| root.join("../shared/scenarios"), PathBuf::from);
     let script = directory.join("run.sh");
@@ -184,6 +189,9 @@ fn scenarios(root: &Path, server: &Server) -> anyhow::Result<Tally> {
         );
         return Ok(Tally::default());
     }
+    let log = build::target_directory()?.join("test-server.log");
+    println!("the server's log is {}", log.display());
+    let server = Server::start(program, &log)?;
     let mut command = Command::new("bash");
     command
         .arg(&script)
