@@ -4,6 +4,7 @@ pub(crate) mod leftovers;
 mod tally;
 
 use std::{
+    ffi::OsStr,
     io::{BufRead, BufReader, ErrorKind},
     path::{Path, PathBuf},
     process::{Command, Stdio},
@@ -11,6 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, bail, ensure};
+use cargo_metadata::MetadataCommand;
 
 use self::{leftovers::Inventory, tally::Tally};
 use crate::{
@@ -40,7 +42,9 @@ pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
     remove_disks_of_machines()?;
     suite.with_program(|suite, program| {
         suite.step("end-to-end tests", |root| {
-            cargo_test(root, &["--package", "tests", "--no-fail-fast"], Some(program))
+            let mut arguments = end_to_end(root)?;
+            arguments.push("--no-fail-fast".to_owned());
+            cargo_test(root, &arguments, Some(program))
         })?;
         suite.step("scenarios", |root| scenarios(root, program))
     })?;
@@ -59,13 +63,12 @@ pub(crate) fn soak(root: &Path) -> anyhow::Result<()> {
             None,
         )
     })?;
+    remove_disks_of_machines()?;
     suite.with_program(|suite, program| {
         suite.step("long end-to-end tests", |root| {
-            cargo_test(
-                root,
-                &["--package", "tests", "--no-fail-fast", "--", "--ignored"],
-                Some(program),
-            )
+            let mut arguments = end_to_end(root)?;
+            arguments.extend(["--no-fail-fast", "--", "--ignored"].map(str::to_owned));
+            cargo_test(root, &arguments, Some(program))
         })
     })?;
     suite.step("leftovers on the host", |_| no_leftovers(&before))?;
@@ -135,6 +138,19 @@ impl<'a> Suite<'a> {
     }
 }
 
+/// Selects the test programs of package `tests` out of the whole workspace: selected as a package, it would have its
+/// dependencies built once more, with fewer features.
+fn end_to_end(root: &Path) -> anyhow::Result<Vec<String>> {
+    let metadata = MetadataCommand::new().current_dir(root).no_deps().exec();
+    let metadata = metadata.context("read cargo metadata")?;
+    let package = metadata.packages.iter().find(|package| package.name.as_str() == "tests");
+    let package = package.context("find package `tests`")?;
+    let programs = package.targets.iter().filter(|target| target.is_test());
+    let mut arguments = vec!["--workspace".to_owned()];
+    arguments.extend(programs.flat_map(|target| ["--test".to_owned(), target.name.clone()]));
+    Ok(arguments)
+}
+
 /// Of the tests of crate `machine`, which cannot tell which of them is the last.
 fn remove_disks_of_machines() -> anyhow::Result<()> {
     let directory = pool().join("test-machine");
@@ -163,7 +179,11 @@ fn cargo(root: &Path, arguments: &[&str]) -> anyhow::Result<Tally> {
 }
 
 /// The end-to-end tests start servers of their own, from the program that `ATOLL_PROGRAM` names.
-fn cargo_test(root: &Path, arguments: &[&str], program: Option<&Path>) -> anyhow::Result<Tally> {
+fn cargo_test(
+    root: &Path,
+    arguments: &[impl AsRef<OsStr>],
+    program: Option<&Path>,
+) -> anyhow::Result<Tally> {
     let mut command = cargo_command(root);
     command.arg("test").args(arguments);
     if let Some(program) = program {
