@@ -16,7 +16,7 @@ pub use crate::{
     footprint::Footprint,
     host::Host,
     program::program,
-    sandbox::{Sandbox, command, small},
+    sandbox::{Sandbox, command, patterned, small},
     server::{End, Options, Server},
     suite::{Claim, Length, run},
     wait::{pause, until},

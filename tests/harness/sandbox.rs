@@ -2,7 +2,7 @@
 
 use api::{CreateSandbox, ExecRequest, ExecResult, SandboxId};
 use bytes::Bytes;
-use client::{Client, Method, RequestBuilder, WriteOptions};
+use client::{Client, ExecEvent, Method, RequestBuilder, WriteOptions};
 use tokio::{runtime::Handle, sync::OwnedSemaphorePermit};
 
 use crate::Answer;
@@ -20,6 +20,12 @@ pub fn small() -> CreateSandbox {
 
 pub fn command(cmd: impl Into<String>) -> ExecRequest {
     ExecRequest { cmd: cmd.into(), ..ExecRequest::default() }
+}
+
+/// Content that differs everywhere, so that a piece in the wrong place is noticed.
+pub fn patterned(length: usize) -> Vec<u8> {
+    let byte = |index: u64| (index.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8;
+    (0..length as u64).map(byte).collect()
 }
 
 pub struct Sandbox {
@@ -59,6 +65,32 @@ impl Sandbox {
         let result = self.exec(command(cmd)).await;
         assert_eq!(result.exit_code, 0, "{cmd}: {result:?}");
         result.stdout
+    }
+
+    /// What a command prints piece by piece, and its exit code: the last event, if there is one.
+    ///
+    /// # Panics
+    /// The command has no end, or the exit code is not the last event.
+    pub async fn streamed(&self, request: &ExecRequest) -> (Vec<String>, Vec<String>, Option<i32>) {
+        let events = self.client.exec_stream(&self.id, request).await;
+        let mut events = events.expect("a command can be watched");
+        let (mut out, mut err, mut code) = (Vec::new(), Vec::new(), None);
+        while let Some(event) = events.next().await.expect("a stream has an end") {
+            assert_eq!(code, None, "{event:?} came after the exit code");
+            match event {
+                ExecEvent::Stdout(chunk) => out.push(chunk),
+                ExecEvent::Stderr(chunk) => err.push(chunk),
+                ExecEvent::Exited { exit_code } => code = Some(exit_code),
+                ExecEvent::Failed { message } => panic!("{message}"),
+            }
+        }
+        (out, err, code)
+    }
+
+    /// Of the agent, as the guest itself sees it.
+    pub async fn agent_memory_bytes(&self) -> u64 {
+        let kib = self.run("awk '/^VmRSS/ { print $2 }' /proc/1/status").await;
+        kib.trim().parse::<u64>().expect("a process tells its memory") << 10
     }
 
     pub async fn write(&self, path: impl AsRef<[u8]>, content: impl Into<Bytes>) {
