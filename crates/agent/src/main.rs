@@ -1,8 +1,19 @@
 //! The guest's first process.
 
 fn main() {
+    if std::process::id() != 1 {
+        agent::boot::report(
+            "run",
+            Err::<(), _>(anyhow::anyhow!("it is the first process of a guest and nothing else")),
+        );
+        return;
+    }
     // The kernel panics when PID 1 exits, so every road from here ends in a power-off.
-    agent::boot::report("run", run());
+    match std::panic::catch_unwind(run) {
+        Ok(ended) => agent::boot::report("run", ended),
+        // The message is on the console already.
+        Err(_) => agent::boot::report("run", Err::<(), _>(anyhow::anyhow!("it panicked"))),
+    }
     agent::boot::power_off();
 }
 

@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-use protocol::message::{ErrorCode, Failure, Repair};
+use protocol::message::{ErrorCode, Failure, Network, Repair};
 use rustix::fs::{Timespec, statvfs};
 use rustix::time::{ClockId, clock_settime};
 
@@ -25,7 +25,8 @@ const BLKGETSIZE64: c_ulong = 0x8008_1272;
 /// How long the driver may take to notice that its disk has become larger.
 const GROWTH: Duration = Duration::from_millis(300);
 
-pub(crate) fn repair(repair: &Repair) -> Result<(), Failure> {
+/// `network` is what the guest has, so that nothing is done when nothing changes.
+pub(crate) fn repair(repair: &Repair, network: &mut Network) -> Result<(), Failure> {
     // Without its own random numbers, its own time and its own names a clone must not run.
     add_entropy(&repair.entropy).map_err(|error| fail("reseed the random numbers", &error))?;
     set_clock(repair.unix_time_ns).map_err(|error| fail("set the clock", &error))?;
@@ -37,9 +38,10 @@ pub(crate) fn repair(repair: &Repair) -> Result<(), Failure> {
     // A root file system on which these cannot be written is the user's doing, and can be restored all the same.
     boot::report("set the machine id", boot::set_machine_id(&repair.machine_id));
     boot::report("set the host name", boot::set_host_name(&repair.host_name));
-    if boot::network::ensure(&repair.network)
-        .map_err(|error| fail("bring up the network", &error))?
-    {
+    if *network != repair.network {
+        boot::network::configure(&repair.network)
+            .map_err(|error| fail("bring up the network", &error))?;
+        *network = repair.network.clone();
         boot::report("name the resolver", boot::set_resolver(repair.network.gateway));
     }
     if repair.grow_root {

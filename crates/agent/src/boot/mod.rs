@@ -19,7 +19,8 @@ pub(crate) use identity::{set_host_name, set_machine_id, set_resolver};
 
 pub(crate) const CGROUPS: &str = "/sys/fs/cgroup";
 /// Every guest has this address on its own wire, so a snapshot carries no identity of the network.
-const NETWORK: Network = Network { address: [10, 200, 0, 2], prefix: 30, gateway: [10, 200, 0, 1] };
+pub(crate) const NETWORK: Network =
+    Network { address: [10, 200, 0, 2], prefix: 30, gateway: [10, 200, 0, 1] };
 const HOST_NAME: &str = "sandbox";
 /// Descriptors: what a command begins with, and what it may raise that to.
 const DESCRIPTORS: (u64, u64) = (65_536, 1_048_576);
@@ -34,6 +35,7 @@ pub fn boot() -> anyhow::Result<OwnedFd> {
     mounts::enter_root().context("enter the root disk")?;
     mounts::mount_the_rest();
     // A template may come without /etc/hosts and the like, or with a read-only /etc: none of this is worth a failed boot.
+    let _ = std::fs::create_dir("/etc");
     report("set the host name", set_host_name(HOST_NAME));
     report("name the resolver", set_resolver(NETWORK.gateway));
     report("bring up the network", network::configure(&NETWORK));

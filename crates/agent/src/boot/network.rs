@@ -12,16 +12,6 @@ use rustix::net::{AddressFamily, SocketType, socket};
 const INTERFACE: &[u8] = b"eth0";
 const LOOPBACK: &[u8] = b"lo";
 
-/// Changes only what differs, and says whether something did.
-pub(crate) fn ensure(network: &Network) -> std::io::Result<bool> {
-    let socket = socket(AddressFamily::INET, SocketType::DGRAM, None)?;
-    let is_so = address(&socket).is_ok_and(|address| address == network.address);
-    if !is_so {
-        configure(network)?;
-    }
-    Ok(!is_so)
-}
-
 pub(crate) fn configure(network: &Network) -> std::io::Result<()> {
     let socket = socket(AddressFamily::INET, SocketType::DGRAM, None)?;
     bring_up(&socket, LOOPBACK)?;
@@ -61,14 +51,6 @@ fn set_address(socket: impl AsFd, number: libc::Ioctl, address: [u8; 4]) -> std:
     let mut request = request(INTERFACE);
     request.ifr_ifru.ifru_addr = socket_address(address);
     call(socket, number, (&raw mut request).cast())
-}
-
-fn address(socket: impl AsFd) -> std::io::Result<[u8; 4]> {
-    let mut request = request(INTERFACE);
-    call(socket, libc::SIOCGIFADDR, (&raw mut request).cast())?;
-    // SAFETY: the call has filled the address.
-    let data = unsafe { request.ifr_ifru.ifru_addr.sa_data };
-    Ok([data[2], data[3], data[4], data[5]].map(i8::cast_unsigned))
 }
 
 fn add_default_route(socket: impl AsFd, gateway: [u8; 4]) -> std::io::Result<()> {

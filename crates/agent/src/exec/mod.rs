@@ -16,14 +16,17 @@ use rustix::process::Signal;
 
 use crate::cgroup::{Group, Groups};
 use crate::failure::refuse;
-use output::{Kept, Order, Position};
+use output::{Kept, Memory, Order, Position};
 
 pub(crate) const MOST_RUNNING: usize = 1024;
 /// Records of ended execs; the oldest go first.
 const MOST_ENDED: usize = 2048;
-/// Output of ended execs, in files and in memory; the oldest goes first.
+/// Output of ended execs; the oldest goes first.
 const MOST_KEPT: u64 = 1 << 30;
+/// The part of it that is in memory; more goes to files.
 const MOST_KEPT_IN_MEMORY: usize = 8 << 20;
+/// So many at once have less memory each for what they print.
+const MANY: usize = 64;
 const LONGEST_ID: usize = 128;
 
 /// Numbers an exec inside the agent, also after its id is forgotten.
@@ -95,6 +98,14 @@ impl Exec {
         self.order.note(now);
     }
 
+    /// The disk was full: a part of the output is gone.
+    pub(crate) fn has_lost_output(&mut self) {
+        self.note_order();
+        if let Some(status) = &mut self.ended {
+            status.truncated = true;
+        }
+    }
+
     pub(crate) fn has_ended(&self) -> bool {
         self.ended.is_some()
     }
@@ -125,7 +136,8 @@ impl Exec {
     pub(crate) fn signal(&self, signal: Signal) {
         match &self.group {
             Some(group) => group.signal(signal),
-            None if self.pid > 0 && !self.has_ended() => tree::signal(self.pid, signal),
+            // Once it is reaped, its number may be another's.
+            None if self.pid > 0 && self.exit_code.is_none() => tree::signal(self.pid, signal),
             None => {}
         }
     }
@@ -338,28 +350,39 @@ impl Execs {
         {
             self.forget(oldest);
         }
-        let ended = |execs: &Self| -> (u64, usize) {
-            let all = execs.ended.iter().filter_map(|serial| execs.get(*serial));
-            all.fold((0, 0), |(kept, memory), exec| {
-                (kept + exec.kept_bytes(), memory + exec.memory_bytes())
-            })
-        };
-        let (mut kept, mut memory) = ended(self);
+        let mut kept: u64 =
+            self.ended.iter().filter_map(|serial| self.get(*serial)).map(Exec::kept_bytes).sum();
         for at in 0..self.ended.len() {
-            if kept <= MOST_KEPT && memory <= MOST_KEPT_IN_MEMORY {
+            if kept <= MOST_KEPT {
                 break;
             }
             if let Some(exec) = self.by_serial.get_mut(&self.ended[at]) {
                 kept -= exec.kept_bytes();
-                memory -= exec.memory_bytes();
                 exec.forget_output();
             }
         }
     }
 
-    /// Memory is to be saved by whoever prints.
-    pub(crate) fn are_short_of_memory(&self) -> bool {
-        self.running > 64
+    /// For whoever prints now.
+    pub(crate) fn memory(&self) -> Memory {
+        if self.running > MANY { Memory::Short } else { Memory::Enough }
+    }
+
+    /// Ended execs whose output should go from memory to files, the oldest first.
+    pub(crate) fn too_much_in_memory(&self) -> Vec<Serial> {
+        // The sum costs, so it is made now and then only.
+        if !self.ended.len().is_multiple_of(16) {
+            return Vec::new();
+        }
+        let memory = |serial: &Serial| self.get(*serial).map_or(0, Exec::memory_bytes);
+        let mut excess =
+            self.ended.iter().map(memory).sum::<usize>().saturating_sub(MOST_KEPT_IN_MEMORY);
+        let oldest = self.ended.iter().take_while(|serial| {
+            let goes_on = excess > 0;
+            excess = excess.saturating_sub(memory(serial));
+            goes_on
+        });
+        oldest.copied().collect()
     }
 
     /// The record goes now, the rest with the last background process.

@@ -30,6 +30,8 @@ pub(crate) struct Kept {
     in_file: u64,
     on_the_way: Option<Arc<Vec<u8>>>,
     newest: Vec<u8>,
+    /// There can be no file: what is in memory is all that is kept.
+    without_file: bool,
 }
 
 /// Bytes for a worker to write with [`Spill::write`]; tell [`Kept::spilled`] what came of it.
@@ -38,6 +40,12 @@ pub(crate) struct Spill {
     file: Arc<File>,
     at: u64,
     bytes: Arc<Vec<u8>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Memory {
+    Enough,
+    Short,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -58,6 +66,7 @@ impl Kept {
             in_file: 0,
             on_the_way: None,
             newest: Vec::new(),
+            without_file: false,
         }
     }
 
@@ -118,10 +127,13 @@ impl Kept {
         self.on_the_way.is_some() && self.newest.len() >= WAITING
     }
 
-    /// What should go to the file now. `short`: memory is to be saved.
-    pub(crate) fn spill(&mut self, short: bool, directory: &Path) -> Option<Spill> {
-        let bound = if short { IN_MEMORY_WHEN_SHORT } else { IN_MEMORY };
-        if self.on_the_way.is_some() || self.newest.len() <= bound {
+    /// What should go to the file now.
+    pub(crate) fn spill(&mut self, memory: Memory, directory: &Path) -> Option<Spill> {
+        let bound = match memory {
+            Memory::Enough => IN_MEMORY,
+            Memory::Short => IN_MEMORY_WHEN_SHORT,
+        };
+        if self.on_the_way.is_some() || self.without_file || self.newest.len() <= bound {
             return None;
         }
         let file = match &self.file {
@@ -129,7 +141,8 @@ impl Kept {
             None => match nameless_file(directory) {
                 Ok(file) => Arc::clone(self.file.insert(Arc::new(file))),
                 Err(_) => {
-                    self.lose();
+                    self.without_file = true;
+                    self.limit = self.kept;
                     return None;
                 }
             },
@@ -237,8 +250,18 @@ pub(crate) struct Position {
 }
 
 impl Order {
-    /// Both streams have been read up to `now`.
+    /// Both streams are kept up to `now`: more than before, or less, when a part was lost.
     pub(crate) fn note(&mut self, now: Position) {
+        if self
+            .marks
+            .last()
+            .is_some_and(|last| last.stdout > now.stdout || last.stderr > now.stderr)
+        {
+            for mark in &mut self.marks {
+                mark.stdout = mark.stdout.min(now.stdout);
+                mark.stderr = mark.stderr.min(now.stderr);
+            }
+        }
         let before =
             self.marks.len().checked_sub(2).map_or(Position::default(), |at| self.marks[at]);
         match self.marks.last_mut() {
@@ -305,6 +328,18 @@ mod tests {
         }
 
         #[test]
+        fn nothing_that_was_lost_is_promised(steps in prop::collection::vec((0u64..50, 0u64..50), 1..100), stdout in 0u64..2000, stderr in 0u64..2000) {
+            let (mut order, mut end) = (Order::default(), Position::default());
+            for (out, err) in steps {
+                end = Position { stdout: end.stdout + out, stderr: end.stderr + err };
+                order.note(end);
+            }
+            let left = Position { stdout: stdout.min(end.stdout), stderr: stderr.min(end.stderr) };
+            order.note(left);
+            prop_assert_eq!(play(&order, Position::default()).1, left);
+        }
+
+        #[test]
         fn up_to_a_thousand_changes_are_replayed_in_their_order(steps in prop::collection::vec((any::<bool>(), 1u64..50), 1..900)) {
             let (mut order, mut end, mut expected) = (Order::default(), Position::default(), Vec::<(Channel, u64)>::new());
             for (to_stdout, length) in steps {
@@ -328,7 +363,7 @@ mod tests {
                 rustix::io::write(&writer, &piece).unwrap();
                 whole.extend_from_slice(&piece);
                 prop_assert_eq!(kept.take_from(&reader, usize::MAX, &mut [0; 4096], &nowhere), Taken::Bytes(*length));
-                let spill = if at == spill_after { kept.spill(true, &std::env::temp_dir()) } else { None };
+                let spill = if at == spill_after { kept.spill(Memory::Short, &std::env::temp_dir()) } else { None };
                 if let Some(spill) = spill.filter(|_| at % 2 == 0) {
                     prop_assert!(spill.write());
                     kept.spilled(true);

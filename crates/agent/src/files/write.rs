@@ -162,12 +162,13 @@ impl Temporary {
 
     fn appear(&mut self, directory: &OwnedFd, name: &[u8], only_new: bool) -> Result<(), Errno> {
         if self.name.is_none() {
-            let own = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+            // By its descriptor, for which root needs no `/proc`.
+            let link = |name: &[u8]| linkat(&self.file, "", directory, name, AtFlags::EMPTY_PATH);
             if only_new {
-                return linkat(CWD, own.as_str(), directory, name, AtFlags::SYMLINK_FOLLOW);
+                return link(name);
             }
             let temporary = temporary_name()?;
-            linkat(CWD, own.as_str(), directory, temporary.as_str(), AtFlags::SYMLINK_FOLLOW)?;
+            link(temporary.as_bytes())?;
             self.name = Some((directory.as_fd().try_clone_to_owned().map_err(errno)?, temporary));
         }
         if let Some((_, temporary)) = &self.name {

@@ -14,7 +14,7 @@ use rustix::process::Signal;
 use super::stream::{Role, Watch};
 use super::{Done, Server, Source};
 use crate::exec::command::{self, Plan};
-use crate::exec::output::{Position, Taken, drop_from};
+use crate::exec::output::{Memory, Position, Taken, drop_from};
 use crate::exec::spawn::{Descriptors, Spawned, spawn};
 use crate::exec::{Exec, Serial, Stdin, Stop, after};
 use crate::failure::failed;
@@ -249,7 +249,7 @@ impl Server {
     /// Takes what is there, within a turn. After the end of the exec everything is dropped, but never refused: the
     /// background process that prints it shall not die of it.
     pub(crate) fn pipe_is_readable(&mut self, serial: Serial, channel: Channel) {
-        let short = self.execs.are_short_of_memory();
+        let memory = self.execs.memory();
         let Some(exec) = self.execs.get_mut(serial) else { return };
         let has_ended = exec.has_ended();
         let output = exec.output(channel);
@@ -285,7 +285,7 @@ impl Server {
             output.pipe = None;
             output.paused = false;
         }
-        if let Some(spill) = output.kept.spill(short, &self.spill_directory) {
+        if let Some(spill) = output.kept.spill(memory, &self.spill_directory) {
             self.workers.submit(move || Done::Spilled {
                 exec: serial,
                 channel,
@@ -307,10 +307,30 @@ impl Server {
         self.execs.clean(serial);
     }
 
+    /// From memory to a file, what is worth one.
+    fn save_output(&mut self, serial: Serial) {
+        let Some(exec) = self.execs.get_mut(serial) else { return };
+        for channel in [Channel::Stdout, Channel::Stderr] {
+            if let Some(spill) =
+                exec.output(channel).kept.spill(Memory::Short, &self.spill_directory)
+            {
+                self.workers.submit(move || Done::Spilled {
+                    exec: serial,
+                    channel,
+                    success: spill.write(),
+                });
+            }
+        }
+    }
+
     pub(crate) fn spilled(&mut self, serial: Serial, channel: Channel, success: bool) {
         let Some(exec) = self.execs.get_mut(serial) else { return };
         let output = exec.output(channel);
         output.kept.spilled(success);
+        if !success {
+            exec.has_lost_output();
+        }
+        let output = exec.output(channel);
         if output.paused {
             output.paused = false;
             if let Some(pipe) = &output.pipe {
@@ -381,6 +401,9 @@ impl Server {
         for stream in watchers {
             self.has_something(stream);
         }
+        for oldest in self.execs.too_much_in_memory() {
+            self.save_output(oldest);
+        }
         if let Some(group) = self.execs.get(serial).and_then(|exec| exec.group.as_ref()) {
             let events = epoll::EventFlags::PRI | epoll::EventFlags::ET;
             if group.is_populated() != Ok(false) {
@@ -446,82 +469,6 @@ impl Server {
         self.go_on_shutting_down();
     }
 
-    pub(crate) fn stdin_bytes(&self) -> usize {
-        self.execs.all().filter_map(|(_, exec)| exec.stdin.as_ref()).map(|stdin| stdin.bytes).sum()
-    }
-
-    pub(crate) fn take_stdin(&mut self, serial: Serial, bytes: &[u8]) {
-        if let Some(stdin) = self.execs.get_mut(serial).and_then(|exec| exec.stdin.as_mut()) {
-            stdin.bytes += bytes.len();
-            stdin.queue.push_back(bytes.to_vec());
-            self.feed_stdin(serial);
-        } else {
-            // It reads no longer: what is meant for it is consumed all the same.
-            let feeding = self.streams.iter().find(|(_, stream)| {
-                matches!(&stream.role, Role::Watching(watch) if watch.exec == serial && watch.feeds)
-            });
-            if let Some(stream) = feeding.map(|(&stream, _)| stream) {
-                self.grant(stream, bytes.len());
-            }
-        }
-    }
-
-    pub(crate) fn finish_stdin(&mut self, serial: Serial) {
-        if let Some(stdin) = self.execs.get_mut(serial).and_then(|exec| exec.stdin.as_mut()) {
-            stdin.finished = true;
-            self.feed_stdin(serial);
-        }
-    }
-
-    fn close_stdin(&mut self, serial: Serial) {
-        let Some(stdin) = self.execs.get_mut(serial).and_then(|exec| exec.stdin.take()) else {
-            return;
-        };
-        if stdin.polled {
-            let _ = epoll::delete(&self.poll, &stdin.pipe);
-        }
-        if let Some(stream) = stdin.stream {
-            self.grant(stream, stdin.bytes);
-        }
-    }
-
-    /// Writes what the pipe takes.
-    pub(crate) fn feed_stdin(&mut self, serial: Serial) {
-        let Some(exec) = self.execs.get_mut(serial).filter(|exec| exec.pid != 0) else { return };
-        let Some(stdin) = &mut exec.stdin else { return };
-        let (mut consumed, stream) = (0, stdin.stream);
-        let goes_on = loop {
-            let Some(first) = stdin.queue.front() else { break !stdin.finished };
-            match rustix::io::write(&stdin.pipe, &first[stdin.written..]) {
-                Ok(count) => {
-                    stdin.written += count;
-                    stdin.bytes -= count;
-                    consumed += count;
-                    if stdin.written == first.len() {
-                        stdin.written = 0;
-                        stdin.queue.pop_front();
-                    }
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => break true,
-                // It does not read to the end; that is its right.
-                Err(_) => break false,
-            }
-        };
-        if goes_on && !stdin.polled {
-            // By edges: while the queue is empty an empty pipe is no news.
-            let events = epoll::EventFlags::OUT | epoll::EventFlags::ET;
-            stdin.polled =
-                epoll::add(&self.poll, &stdin.pipe, Source::Stdin.event(serial), events).is_ok();
-        }
-        if let Some(stream) = stream {
-            self.grant(stream, consumed);
-        }
-        if !goes_on {
-            self.close_stdin(serial);
-        }
-    }
-
     /// On a host, where nothing ends with us: no command outlives its server.
     pub(crate) fn end_everything(&mut self) {
         let running: Vec<&Exec> = self.execs.all().map(|(_, exec)| exec).collect();
@@ -539,20 +486,6 @@ impl Server {
     pub(crate) fn prepare_groups(&mut self) {
         if let Some(groups) = &mut self.execs.groups {
             groups.refill();
-        }
-    }
-}
-
-impl Stdin {
-    fn new(pipe: OwnedFd, stream: u32) -> Self {
-        Self {
-            pipe,
-            queue: std::collections::VecDeque::new(),
-            written: 0,
-            bytes: 0,
-            finished: false,
-            stream: Some(stream),
-            polled: false,
         }
     }
 }

@@ -5,6 +5,7 @@ mod execs;
 mod files;
 mod port;
 mod requests;
+mod stdin;
 mod stop;
 mod stream;
 
@@ -104,6 +105,8 @@ pub(crate) struct Server {
     nowhere: OwnedFd,
     buffer: Vec<u8>,
     most_held: usize,
+    /// As it is configured now.
+    network: protocol::message::Network,
     shutdown: Option<Shutdown>,
 }
 
@@ -156,6 +159,7 @@ impl Server {
             nowhere: nowhere.into(),
             buffer: vec![0; 64 << 10],
             most_held: most_held(),
+            network: crate::boot::NETWORK,
             shutdown: None,
         })
     }

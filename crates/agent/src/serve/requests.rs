@@ -55,7 +55,7 @@ impl Server {
             Request::Ping => Ok(Some(Reply::Done)),
             Request::Repair(repair) => {
                 match self.place {
-                    Place::Guest => repair::repair(&repair)?,
+                    Place::Guest => repair::repair(&repair, &mut self.network)?,
                     Place::Host => {}
                 }
                 Ok(Some(Reply::Done))

@@ -319,6 +319,40 @@ fn a_full_disk_costs_output_and_nothing_else() {
 }
 
 #[test]
+fn what_a_full_disk_has_cost_is_not_waited_for() {
+    let small = SmallDisk::new("1m");
+    let mut options = agent::Options::hosted();
+    options.spill_directory = small.path();
+    let mut client = Client::start_with(options);
+    let start = exec("head -c 8000000 /dev/zero");
+    let id = start.id.clone();
+    let stream = client.open(&Request::ExecStart(start));
+    client.end_of_exec(stream);
+    let again = client.open(&Request::ExecWatch { id, stdout_offset: 0, stderr_offset: 0 });
+    let ran = client.end_of_exec(again);
+    assert!(ran.stdout.len() <= 1 << 20 && ran.status().truncated);
+}
+
+#[test]
+fn output_of_many_ended_execs_is_kept() {
+    let mut client = Client::start();
+    let ids: Vec<String> = (0..300)
+        .map(|_| {
+            let start = exec("seq 1 11000");
+            let id = start.id.clone();
+            let stream = client.open(&Request::ExecStart(start));
+            client.end_of_exec(stream);
+            id
+        })
+        .collect();
+    let expected: String = (1..=11_000).map(|n| format!("{n}\n")).collect();
+    for id in ids {
+        let stream = client.open(&Request::ExecWatch { id, stdout_offset: 0, stderr_offset: 0 });
+        assert!(client.end_of_exec(stream).text() == expected);
+    }
+}
+
+#[test]
 fn a_shutdown_ends_what_runs_and_answers_last() {
     let mut client = Client::start();
     let stream = client.open(&Request::ExecStart(exec(
