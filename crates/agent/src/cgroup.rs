@@ -18,6 +18,8 @@ pub(crate) struct Groups {
     work: OwnedFd,
     spare: Vec<Group>,
     next: u32,
+    /// Of one exec: less than of all, so that one fork bomb leaves room for the command that ends it.
+    most_processes: Option<u64>,
 }
 
 /// One exec's group.
@@ -39,7 +41,11 @@ impl Groups {
             Ok(()) | Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
-        let mut groups = Self { work: open(&root, b"work")?, spare: Vec::new(), next: 0 };
+        let work = open(&root, b"work")?;
+        let most: Option<u64> =
+            read_file(&work, "pids.max").ok().and_then(|text| text.trim().parse().ok());
+        let most_processes = most.map(|most| most / 8 * 7);
+        let mut groups = Self { work, spare: Vec::new(), next: 0, most_processes };
         groups.refill();
         Ok(groups)
     }
@@ -101,6 +107,9 @@ impl Groups {
             )?;
             // One process of a command that is out of memory takes all of it along: half a command helps nobody.
             let _ = write_file(&directory, "memory.oom.group", b"1");
+            if let Some(most) = self.most_processes {
+                let _ = write_number(&directory, "pids.max", most);
+            }
             return Ok(Group { directory, events, name, memory_kills: 0 });
         }
     }
@@ -237,13 +246,21 @@ pub(crate) fn divide(directory: &Path, resources: &Resources) -> Result<(), Errn
     let _ = write_file(&agent, "cpu.weight", b"10000");
     let _ = write_number(&agent, "memory.min", reserve / 2);
     let _ = write_number(&work, "memory.max", resources.memory_bytes.saturating_sub(reserve));
-    let _ = write_number(&work, "pids.max", resources.threads / 5 * 4);
+    let _ = write_number(&work, "pids.max", most_processes(resources));
     Ok(())
 }
 
 /// Memory that work never gets: for the kernel's own needs and the agent.
 fn reserve(total: u64) -> u64 {
     (24 << 20).max(total / 100 * 6)
+}
+
+/// So that even if each is a small shell, a fork bomb leaves memory for others: otherwise every new command would wait for
+/// its own program to be read again and again.
+fn most_processes(resources: &Resources) -> u64 {
+    const EACH: u64 = 768 << 10;
+    const ENOUGH: u64 = 512;
+    (resources.threads / 5 * 4).min((resources.memory_bytes / EACH).max(ENOUGH))
 }
 
 fn write_number(directory: impl AsFd, name: &str, value: u64) -> Result<(), Errno> {
