@@ -31,7 +31,7 @@ pub(crate) struct Bench {
     pub(crate) server: Server,
     pub(crate) api: Api,
     pub(crate) floor: Bake,
-    /// Its machines have 512 MiB.
+    /// Its machines have 1 vCPU and 512 MiB.
     pub(crate) small_floor: Bake,
     pub(crate) template: String,
 }
@@ -239,16 +239,17 @@ impl Bench {
         Ok(vec![samples])
     }
 
+    /// Of a sandbox that has answered since its restore and has not been used yet.
     fn idle_memory(&self) -> anyhow::Result<Vec<Samples>> {
         let mut samples = Samples::default();
         for _ in 0..3 {
             let mut guest = self.small_floor.prepare()?.restore()?;
-            guest.run("true")?;
+            guest.ping()?;
             let mut request = self.request();
+            request["cpu"] = json!(1);
             request["memory_mb"] = json!(512);
             let sandbox = self.api.create_patiently(&request)?;
             let id = id_of(&sandbox)?;
-            self.api.exec(id, "true")?;
             wait::pause(IDLE);
             wait::check_interrupt()?;
             samples.floor.push(private_megabytes(guest.pid())?);

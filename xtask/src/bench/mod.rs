@@ -59,7 +59,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<()> {
     let accelerator = sandbox["accelerator"].as_str().unwrap_or("tcg").to_owned();
     let shape =
         Shape { cpus: number(&sandbox, "cpu")?, memory_mib: number(&sandbox, "memory_mb")? };
-    let small = Shape { memory_mib: 512, ..shape };
+    let small = Shape { cpus: 1, memory_mib: 512 };
     let template = api.get_json(&format!("/v1/templates/{}", options.template))?;
     let digest =
         template["digest"].as_str().with_context(|| format!("find the digest in {template}"))?;
