@@ -5,6 +5,7 @@
 mod answer;
 mod footprint;
 mod host;
+mod postgres;
 mod program;
 mod sandbox;
 mod server;
@@ -15,6 +16,7 @@ pub use crate::{
     answer::{Answer, escaped},
     footprint::Footprint,
     host::Host,
+    postgres::Postgres,
     program::program,
     sandbox::{Sandbox, command, patterned, small},
     server::{End, Options, Server},
