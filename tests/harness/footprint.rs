@@ -84,6 +84,18 @@ impl Footprint {
         ]
     }
 
+    /// The server itself, at once: its machines are in the footprint that it leaves.
+    pub(crate) fn end_server(data: &Path) {
+        let path = data.to_string_lossy();
+        for pid in names_in("/proc").filter_map(|name| name.parse::<i32>().ok()) {
+            let arguments = read(&format!("/proc/{pid}/cmdline"));
+            if arguments.contains(&*path) && arguments.contains("\0serve\0") {
+                // It may have ended meanwhile.
+                let _ = Pid::from_raw(pid).map(|pid| kill_process(pid, Signal::KILL));
+            }
+        }
+    }
+
     /// By hand, after a server that could not do it: the next test begins on a clean host.
     pub fn remove(&self) {
         for pid in &self.processes {

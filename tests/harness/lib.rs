@@ -5,6 +5,7 @@
 mod answer;
 mod footprint;
 mod host;
+mod interrupt;
 mod postgres;
 mod program;
 mod sandbox;

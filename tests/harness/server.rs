@@ -18,7 +18,7 @@ use tokio::{
     process::{Child, ChildStdout, Command},
 };
 
-use crate::{Answer, Footprint, pause, program, program::target_directory, until};
+use crate::{Answer, Footprint, interrupt, pause, program, program::target_directory, until};
 
 /// A host on which nothing was prepared builds a kernel first.
 const START_DEADLINE: Duration = Duration::from_secs(900);
@@ -70,11 +70,15 @@ impl Server {
     /// It does not start; its log is shown.
     pub async fn start_with(options: Options) -> Self {
         let data = data_directory();
+        interrupt::remember(data.path());
         let log = new_log();
         let (process, url, key) = launch(data.path(), &log, &options).await;
-        let key = key.expect("the first start shows a key");
-        let client = Client::new(&url, Some(&key)).expect("the server tells a URL");
-        Self { process, url, key, client, data, log, options }
+        let client = Client::new(&url, key.as_deref()).expect("the server tells a URL");
+        let is_told = key.is_some();
+        let key = key.unwrap_or_default();
+        let server = Self { process, url, key, client, data, log, options };
+        assert!(is_told, "the first start shows a key");
+        server
     }
 
     /// Ends it as told and starts another in the same data directory.
@@ -223,6 +227,7 @@ impl Drop for Server {
         // Fails where it has ended.
         let _ = self.process.start_kill();
         Footprint::of(self.data.path()).remove();
+        interrupt::forget(self.data.path());
     }
 }
 
@@ -274,6 +279,9 @@ async fn launch(data: &Path, log: &Path, options: &Options) -> (Child, String, O
     match tokio::time::timeout(START_DEADLINE, announcement(BufReader::new(stdout))).await {
         Ok(Some((url, key))) => (process, url, key),
         Ok(None) | Err(_) => {
+            // It may have ended by itself.
+            let _ = process.kill().await;
+            Footprint::of(data).remove();
             let said = fs::read_to_string(log).unwrap_or_default();
             panic!("the server does not start:\n{said}")
         }

@@ -5,7 +5,7 @@ use std::{process::ExitCode, time::Duration};
 use futures::future::LocalBoxFuture;
 use libtest_mimic::{Arguments, Failed, Trial};
 
-use crate::{Footprint, Host};
+use crate::{Footprint, Host, interrupt::clean_up_when_interrupted};
 
 /// Most claims wait for their guest or for a deadline, so there may be more of them than cores.
 const THREADS: usize = 8;
@@ -63,6 +63,7 @@ pub fn run(claims: Vec<Claim>) -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = arguments.test_threads.or(Some(THREADS));
     let runtime = tokio::runtime::Runtime::new().expect("threads can be started");
+    runtime.spawn(clean_up_when_interrupted());
     let host = Host::new();
     let trials = claims
         .into_iter()
