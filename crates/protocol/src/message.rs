@@ -65,6 +65,9 @@ pub enum Request {
     DirList { path: PathBytes, depth: u32 },
     /// [`Reply::Entries`] with one entry. Links are not followed.
     FileStat { path: PathBytes },
+
+    /// [`Reply::Done`]: [`Request::ExecForget`] for many at once; those that still run are left alone.
+    ExecsForget { ids: Vec<String> },
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]

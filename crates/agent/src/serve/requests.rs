@@ -86,6 +86,13 @@ impl Server {
                 self.forget_exec(&id)?;
                 Ok(Some(Reply::Done))
             }
+            Request::ExecsForget { ids } => {
+                for id in ids {
+                    // One that runs still, or again under the same id, is not meant.
+                    let _ = self.forget_exec(&id);
+                }
+                Ok(Some(Reply::Done))
+            }
             Request::FileRead(request) => {
                 self.read_file(stream, request);
                 Ok(None)

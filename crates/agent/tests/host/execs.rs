@@ -249,6 +249,27 @@ fn a_file_without_a_shebang_is_run_by_the_shell() {
 }
 
 #[test]
+fn many_are_forgotten_at_once_but_none_that_runs() {
+    let mut client = Client::start();
+    let mut ids = Vec::new();
+    for _ in 0..3 {
+        let start = exec("true");
+        ids.push(start.id.clone());
+        let stream = client.open(&Request::ExecStart(start));
+        client.end_of_exec(stream);
+    }
+    let running = exec("sleep 600");
+    ids.push(running.id.clone());
+    let stream = client.open(&Request::ExecStart(running));
+    ids.push("never-was".to_owned());
+    assert_eq!(client.call(&Request::ExecsForget { ids: ids.clone() }), Reply::Done);
+    assert_eq!(client.refusal(&Request::ExecStatus { id: ids[0].clone() }), ErrorCode::NotFound);
+    assert_eq!(client.refusal(&Request::ExecStatus { id: ids[2].clone() }), ErrorCode::NotFound);
+    client.call(&Request::ExecCancel { id: ids[3].clone(), grace_ms: 0 });
+    client.end_of_exec(stream);
+}
+
+#[test]
 fn an_id_is_used_once_until_it_is_forgotten() {
     let mut client = Client::start();
     let start = exec("echo once");

@@ -4,6 +4,7 @@
 //! waits here for each stream is bounded, and an agent that breaks the rules loses the stream or the connection.
 
 mod connection;
+mod forgetting;
 mod handshake;
 mod stream;
 #[cfg(test)]
@@ -20,11 +21,13 @@ pub use protocol::message::*;
 pub use self::stream::{Event, Stream};
 use crate::error::{Error, Result};
 use connection::Connection;
+use forgetting::Forgetting;
 
 /// A connection to the agent. It lasts as long as one clone of it, or one stream.
 #[derive(Debug, Clone)]
 pub struct Guest {
     connection: Arc<Connection>,
+    forgetting: Arc<Forgetting>,
 }
 
 impl Guest {
@@ -36,7 +39,8 @@ impl Guest {
         let greeted = tokio::time::timeout(deadline, handshake::greet(&stream))
             .await
             .map_err(|_| Error::Silent)??;
-        Ok(Self { connection: Arc::new(Connection::start(stream, greeted)) })
+        let connection = Arc::new(Connection::start(stream, greeted));
+        Ok(Self { connection, forgetting: Arc::default() })
     }
 
     /// Of the protocol that the agent speaks; it may be older than ours.

@@ -268,6 +268,7 @@ impl Bakes {
         for script in &template.warm_up {
             warm_up(&guest, script).await?;
         }
+        guest.forget_now().await.map_err(Error::internal)?;
         guest.call(Request::Quiesce, REST_DEADLINE).await.map_err(Error::internal)?;
         machine.stop().await.map_err(Error::internal)?;
         machine.save_state(&draft.state()).await.map_err(Error::internal)

@@ -30,7 +30,6 @@ const START_DEADLINE: Duration = Duration::from_secs(60);
 /// The guest ends a command when its time is up. One that does not even say so is lost.
 const PATIENCE: Duration = Duration::from_secs(60);
 const LIST_DEADLINE: Duration = Duration::from_secs(30);
-const FORGET_DEADLINE: Duration = Duration::from_secs(30);
 const STDIN_PIECE: usize = 32 << 10;
 
 /// One thing that happened to a command.
@@ -180,15 +179,9 @@ impl Watched {
         }
     }
 
-    /// Everything was delivered: the guest need not keep it. Beside the answer, which does not wait for it.
+    /// Everything was delivered: the guest need not keep it.
     fn forget(self) {
-        tokio::spawn(async move {
-            if let Err(error) =
-                self.guest.call(Request::ExecForget { id: self.id }, FORGET_DEADLINE).await
-            {
-                tracing::debug!(%error, "an ended exec stays in its guest");
-            }
-        });
+        self.guest.forget_exec(self.id);
     }
 }
 
