@@ -98,7 +98,7 @@ fn arguments(
     let (engine, cpu, kernel_options) = match accelerator {
         "tcg" => (
             "tcg,thread=multi,tb-size=64",
-            "max",
+            "max,erms=off,fsrm=off",
             "no_timer_check tsc=reliable nowatchdog mitigations=off",
         ),
         other => (other, "host", ""),
