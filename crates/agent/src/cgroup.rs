@@ -145,7 +145,8 @@ impl Group {
     }
 
     fn has_subgroups(&self) -> bool {
-        subgroups(self.directory.as_fd()).next().is_some()
+        let text = read_file(&self.directory, "cgroup.stat").unwrap_or_default();
+        !text.lines().any(|line| line == "nr_descendants 0")
     }
 }
 

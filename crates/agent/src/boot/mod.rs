@@ -59,10 +59,9 @@ fn number(path: &str) -> u64 {
     std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(4096)
 }
 
-/// What user code does shall not reach us.
+/// What user code does shall not reach us. The kernel never kills PID 1 for lack of memory (Linux `mm/oom_kill.c`,
+/// `oom_unkillable_task`).
 fn protect() -> anyhow::Result<()> {
-    std::fs::write("/proc/self/oom_score_adj", "-1000")
-        .context("be the last to be killed for memory")?;
     let flags = rustix::mm::MlockAllFlags::CURRENT
         | rustix::mm::MlockAllFlags::FUTURE
         | rustix::mm::MlockAllFlags::ONFAULT;

@@ -6,7 +6,7 @@
     reason = "a process that shares our memory is made by a system call that no crate offers"
 )]
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
@@ -306,16 +306,6 @@ fn become_program(order: &Order) -> Failed {
         } else {
             libc::syscall(libc::SYS_close_range, 3, c_int::MAX, 0);
         }
-        // The agent is the last that the kernel may kill for memory; what it starts is not.
-        let score =
-            libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
-        if score >= 0 {
-            libc::write(score, c"0".as_ptr().cast::<c_void>(), 1);
-            libc::close(score);
-        }
-        // Nor are we scheduled like others; see `boot::protect`.
-        let priority: libc::sched_param = std::mem::zeroed();
-        libc::syscall(libc::SYS_sched_setscheduler, 0, libc::SCHED_OTHER, &priority);
         libc::umask(0o022);
         if let Some((uid, gid, groups, count)) = order.user
             && (libc::syscall(libc::SYS_setgroups, count, groups) != 0

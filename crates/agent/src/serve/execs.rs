@@ -1,7 +1,7 @@
 //! Execs as the loop sees them: their start, their pipes, their end, and the streams that watch.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use protocol::Reply;
 use protocol::frame::{Channel, HEADER, MAX_PAYLOAD};
@@ -22,6 +22,8 @@ use crate::reaper;
 
 /// Read from one pipe before the others get their turn.
 const TURN: usize = 256 << 10;
+/// A command may end so soon that its start and its end are told together.
+const SHORT_COMMAND: Duration = Duration::from_millis(20);
 
 /// A command on its way to being a process: what the child is given, then what came of it.
 pub(crate) struct Start {
@@ -151,9 +153,8 @@ impl Server {
             self.execs.set_deadline(serial, Some(after(Instant::now(), timeout_ms)));
         }
         if is_watched {
-            self.port
-                .output
-                .reply(stream, &Reply::ExecStarted { pid: u32::try_from(pid).unwrap_or(0) });
+            let started = Reply::ExecStarted { pid: u32::try_from(pid).unwrap_or(0) };
+            self.port.output.reply_with_the_next(stream, &started, SHORT_COMMAND);
             self.has_something(stream);
         }
         self.feed_stdin(serial);
@@ -404,13 +405,21 @@ impl Server {
         for oldest in self.execs.too_much_in_memory() {
             self.save_output(oldest);
         }
-        if let Some(group) = self.execs.get(serial).and_then(|exec| exec.group.as_ref()) {
-            let events = epoll::EventFlags::PRI | epoll::EventFlags::ET;
-            if group.is_populated() != Ok(false) {
-                let _ = epoll::add(&self.poll, group.events(), Source::Group.event(serial), events);
+        self.ended.push(serial);
+    }
+
+    /// What an ended exec leaves is taken care of once the host has been told of its end.
+    pub(crate) fn tidy_up(&mut self) {
+        for serial in std::mem::take(&mut self.ended) {
+            if let Some(group) = self.execs.get(serial).and_then(|exec| exec.group.as_ref()) {
+                let events = epoll::EventFlags::PRI | epoll::EventFlags::ET;
+                if group.is_populated() != Ok(false) {
+                    let source = Source::Group.event(serial);
+                    let _ = epoll::add(&self.poll, group.events(), source, events);
+                }
             }
+            self.group_changed(serial);
         }
-        self.group_changed(serial);
     }
 
     /// An empty group is used again.

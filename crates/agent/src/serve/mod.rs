@@ -100,6 +100,8 @@ pub(crate) struct Server {
     /// Ends of processes that a worker is just starting and that are not known by their number yet.
     early: HashMap<i32, i32>,
     starting: usize,
+    /// In this turn.
+    ended: Vec<Serial>,
     reaper: Option<Reaper>,
     workers: Workers<Done>,
     nowhere: OwnedFd,
@@ -154,6 +156,7 @@ impl Server {
             execs: Execs::new(groups),
             early: HashMap::new(),
             starting: 0,
+            ended: Vec::new(),
             reaper,
             workers,
             nowhere: nowhere.into(),
@@ -213,6 +216,7 @@ impl Server {
                 self.drive_write(stream);
             }
             self.produce()?;
+            self.tidy_up();
             if self.is_shut_down() {
                 return Ok(());
             }
@@ -221,7 +225,8 @@ impl Server {
 
     fn until_deadline(&self) -> Option<Timespec> {
         let shutdown = self.shutdown.as_ref().and_then(Shutdown::deadline);
-        let next = [self.execs.next_deadline(), shutdown].into_iter().flatten().min()?;
+        let held = self.port.output.held_until();
+        let next = [self.execs.next_deadline(), shutdown, held].into_iter().flatten().min()?;
         // Rounded up: waking too early would only mean to go round once more.
         let span =
             next.saturating_duration_since(Instant::now()) + std::time::Duration::from_micros(50);

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
 
 use protocol::frame::{self, Channel, HEADER, Kind, MAX_FRAME};
 use protocol::{Reply, hello};
@@ -79,6 +80,8 @@ pub(crate) struct Output {
     /// Of the first in the queue (sockets take parts).
     written: usize,
     bytes: usize,
+    /// What is in the queue can wait so long for company.
+    held_until: Option<Instant>,
 }
 
 impl Output {
@@ -131,8 +134,22 @@ impl Output {
         self.push(bytes);
     }
 
+    /// Like [`Output::reply`], for what the host does not wait for: sent with the next that comes, or after `span`.
+    pub(crate) fn reply_with_the_next(&mut self, stream: u32, reply: &Reply, span: Duration) {
+        let was_empty = self.is_empty();
+        self.reply(stream, reply);
+        if was_empty {
+            self.held_until = Some(Instant::now() + span);
+        }
+    }
+
+    pub(crate) fn held_until(&self) -> Option<Instant> {
+        self.held_until
+    }
+
     /// Small pieces travel together: each write costs an exit from the virtual machine.
     fn push(&mut self, bytes: Vec<u8>) {
+        self.held_until = None;
         self.bytes += bytes.len();
         let is_being_written = self.queue.len() == 1 && self.written > 0;
         match self.queue.back_mut() {
@@ -145,6 +162,10 @@ impl Output {
 
     /// Writes what the port takes now.
     pub(crate) fn flush(&mut self, port: BorrowedFd<'_>) -> Result<(), Errno> {
+        if self.held_until.is_some_and(|until| Instant::now() < until) {
+            return Ok(());
+        }
+        self.held_until = None;
         while let Some(first) = self.queue.front() {
             match write(port, &first[self.written..]) {
                 Ok(count) => {
