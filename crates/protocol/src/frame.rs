@@ -31,8 +31,15 @@ pub enum Kind {
 }
 
 impl Kind {
-    const ALL: [Self; 7] =
-        [Self::Hello, Self::Request, Self::Reply, Self::Data, Self::Finish, Self::Credit, Self::Reset];
+    const ALL: [Self; 7] = [
+        Self::Hello,
+        Self::Request,
+        Self::Reply,
+        Self::Data,
+        Self::Finish,
+        Self::Credit,
+        Self::Reset,
+    ];
 
     fn byte(self) -> u8 {
         match self {
@@ -50,7 +57,12 @@ impl Kind {
     fn payload_is_checked(self) -> bool {
         match self {
             Self::Data => false,
-            Self::Hello | Self::Request | Self::Reply | Self::Finish | Self::Credit | Self::Reset => true,
+            Self::Hello
+            | Self::Request
+            | Self::Reply
+            | Self::Finish
+            | Self::Credit
+            | Self::Reset => true,
         }
     }
 }
@@ -74,7 +86,9 @@ impl Channel {
     }
 
     fn from_byte(byte: u8) -> Option<Self> {
-        [Self::Content, Self::Stdout, Self::Stderr].into_iter().find(|channel| channel.byte() == byte)
+        [Self::Content, Self::Stdout, Self::Stderr]
+            .into_iter()
+            .find(|channel| channel.byte() == byte)
     }
 }
 
@@ -116,7 +130,14 @@ pub enum Error {
 ///
 /// # Panics
 /// If the payload is longer than [`MAX_PAYLOAD`]; callers split with [`encode_message`] or send data in pieces.
-pub fn encode(out: &mut Vec<u8>, kind: Kind, channel: Channel, stream: u32, more: bool, payload: &[u8]) {
+pub fn encode(
+    out: &mut Vec<u8>,
+    kind: Kind,
+    channel: Channel,
+    stream: u32,
+    more: bool,
+    payload: &[u8],
+) {
     assert!(payload.len() <= MAX_PAYLOAD, "a frame's payload is bounded by its senders");
     let header = encode_header(kind, channel, stream, more, payload);
     out.extend_from_slice(&header);
@@ -124,7 +145,13 @@ pub fn encode(out: &mut Vec<u8>, kind: Kind, channel: Channel, stream: u32, more
 }
 
 /// The header alone, for senders that write header and payload without copying them together.
-pub fn encode_header(kind: Kind, channel: Channel, stream: u32, more: bool, payload: &[u8]) -> [u8; HEADER] {
+pub fn encode_header(
+    kind: Kind,
+    channel: Channel,
+    stream: u32,
+    more: bool,
+    payload: &[u8],
+) -> [u8; HEADER] {
     let mut header = [0; HEADER];
     header[0] = MAGIC;
     header[1] = kind.byte();
@@ -173,14 +200,17 @@ pub fn decode(input: &[u8]) -> Result<(Option<Frame<'_>>, usize), Error> {
         return Err(Error::NoMark);
     }
     let Some(header) = rest.first_chunk::<HEADER>() else { return Ok((None, padding)) };
-    let kind = Kind::ALL.into_iter().find(|kind| kind.byte() == header[1]).ok_or(Error::BadHeader)?;
+    let kind =
+        Kind::ALL.into_iter().find(|kind| kind.byte() == header[1]).ok_or(Error::BadHeader)?;
     let channel = Channel::from_byte(header[2]).ok_or(Error::BadHeader)?;
     let more = match header[3] {
         0 => false,
         MORE => true,
         _ => return Err(Error::BadHeader),
     };
-    let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+    let word = |at: usize| {
+        u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]])
+    };
     let length = word(8) as usize;
     if length > MAX_PAYLOAD {
         return Err(Error::BadHeader);
@@ -198,7 +228,11 @@ pub fn decode(input: &[u8]) -> Result<(Option<Frame<'_>>, usize), Error> {
 
 /// How many bytes to drop after [`decode`] failed: at least one, up to the next place where a frame could begin.
 pub fn skip_damaged(input: &[u8]) -> usize {
-    input.iter().skip(1).position(|&byte| byte == MAGIC || byte == 0).map_or(input.len(), |at| at + 1)
+    input
+        .iter()
+        .skip(1)
+        .position(|&byte| byte == MAGIC || byte == 0)
+        .map_or(input.len(), |at| at + 1)
 }
 
 /// Puts the fragments of messages together, for one stream and one direction.
@@ -305,10 +339,18 @@ mod tests {
     #[test]
     fn a_message_without_end_is_refused() {
         let payload = vec![1; MAX_PAYLOAD];
-        let header =
-            Header { kind: Kind::Request, channel: Channel::Content, more: true, stream: 1, length: payload.len() };
+        let header = Header {
+            kind: Kind::Request,
+            channel: Channel::Content,
+            more: true,
+            stream: 1,
+            length: payload.len(),
+        };
         let frame = Frame { header, payload: &payload };
         let mut assembler = Assembler::default();
-        assert!((0..=crate::MAX_MESSAGE / MAX_PAYLOAD + 1).any(|_| assembler.push(&frame) == Err(TooLong)));
+        assert!(
+            (0..=crate::MAX_MESSAGE / MAX_PAYLOAD + 1)
+                .any(|_| assembler.push(&frame) == Err(TooLong))
+        );
     }
 }

@@ -26,7 +26,14 @@ pub struct Hello {
 /// What the host sends first on every connection.
 pub fn greeting(hello: &Hello) -> Vec<u8> {
     let mut bytes = vec![0; frame::MAX_FRAME];
-    frame::encode(&mut bytes, frame::Kind::Hello, frame::Channel::Content, 0, false, &crate::message::encode(hello));
+    frame::encode(
+        &mut bytes,
+        frame::Kind::Hello,
+        frame::Channel::Content,
+        0,
+        false,
+        &crate::message::encode(hello),
+    );
     bytes
 }
 
@@ -41,7 +48,8 @@ pub fn answer(nonce: &[u8; 16], version: u32) -> [u8; ANSWER] {
 
 /// Where frames begin in `input` and the agent's version, once the answer for `nonce` is in it.
 pub fn find_answer(input: &[u8], nonce: &[u8; 16]) -> Option<(usize, u32)> {
-    let start = input.windows(32).position(|window| &window[..16] == MARK && &window[16..] == nonce)?;
+    let start =
+        input.windows(32).position(|window| &window[..16] == MARK && &window[16..] == nonce)?;
     let version = input.get(start + 32..start + ANSWER)?;
     Some((start + ANSWER, u32::from_le_bytes(version.try_into().ok()?)))
 }

@@ -127,7 +127,10 @@ pub struct ExecStart {
 impl std::fmt::Debug for ExecStart {
     /// The environment and the command may hold secrets.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ExecStart").field("id", &self.id).field("timeout_ms", &self.timeout_ms).finish_non_exhaustive()
+        f.debug_struct("ExecStart")
+            .field("id", &self.id)
+            .field("timeout_ms", &self.timeout_ms)
+            .finish_non_exhaustive()
     }
 }
 
@@ -172,7 +175,10 @@ pub struct FileRead {
 #[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
 pub enum ReadRange {
     /// `end` is exclusive; beyond the file's end it is cut.
-    From { start: u64, end: Option<u64> },
+    From {
+        start: u64,
+        end: Option<u64>,
+    },
     Last(u64),
 }
 
