@@ -83,7 +83,12 @@ impl Error {
     /// Told to the person who starts the server, so all of it.
     pub fn from_start(error: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         let error = error.into();
-        Self::new(ErrorCode::Internal, crate::shared_work::chain(&*error))
+        Self::new(ErrorCode::Internal, chain(&*error))
+    }
+
+    /// What the client is not told: why, as one sentence for the log. Empty where there is nothing more to say.
+    pub fn causes(&self) -> String {
+        StdError::source(self).map(chain).unwrap_or_default()
     }
 
     #[must_use]
@@ -91,6 +96,18 @@ impl Error {
         self.source = Some(source.into());
         self
     }
+}
+
+/// An error with all its causes.
+pub(crate) fn chain(error: &(dyn StdError + 'static)) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
 }
 
 impl fmt::Display for Error {

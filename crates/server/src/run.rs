@@ -168,7 +168,7 @@ async fn keep_defaults_ready(templates: Arc<Templates>, bakes: Arc<Bakes>, pool:
             Ok::<_, Error>(())
         };
         if let Err(error) = baked.await {
-            tracing::warn!(template = %name, %error, source = ?error.source, "failed to make a template ready");
+            tracing::warn!(template = %name, %error, cause = error.causes(), "failed to make a template ready");
         }
     }
 }

@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::watch;
 
-use crate::Error;
+use crate::{Error, error::chain};
 
 type Outcome<T> = Option<Result<T, String>>;
 
@@ -87,18 +87,6 @@ impl<T> SharedWork<T> {
     pub(crate) fn keys(&self) -> Vec<String> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner).keys().cloned().collect()
     }
-}
-
-/// An error with all its causes, for the log.
-pub(crate) fn chain(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut text = error.to_string();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        text.push_str(": ");
-        text.push_str(&error.to_string());
-        cause = error.source();
-    }
-    text
 }
 
 #[cfg(test)]

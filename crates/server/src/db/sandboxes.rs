@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use api::{AccountId, SandboxId, TemplateName};
 use sqlx::{Row as _, any::AnyRow};
 
-use super::Db;
+use super::{Db, signed, unsigned};
 use crate::{
     Error,
     sandbox::{State, Target},
@@ -48,17 +48,17 @@ impl Db {
         .bind(row.template.as_str())
         .bind(&row.bake)
         .bind(i64::from(row.cpu))
-        .bind(signed(row.memory_mb))
-        .bind(signed(row.disk_mb))
+        .bind(signed(row.memory_mb)?)
+        .bind(signed(row.disk_mb)?)
         .bind(row.state.name())
         .bind(row.target.name())
         .bind(json(&row.metadata))
         .bind(json(&row.environment))
         .bind(row.created_at)
-        .bind(row.ttl_seconds.map(signed))
+        .bind(row.ttl_seconds.map(signed).transpose()?)
         .bind(row.expires_at)
         .bind(row.slot.map(i64::from))
-        .bind(signed(row.boot_ms))
+        .bind(signed(row.boot_ms)?)
         .bind(&row.error)
         .execute(self.pool())
         .await?;
@@ -75,10 +75,10 @@ impl Db {
         .bind(row.state.name())
         .bind(row.target.name())
         .bind(json(&row.metadata))
-        .bind(row.ttl_seconds.map(signed))
+        .bind(row.ttl_seconds.map(signed).transpose()?)
         .bind(row.expires_at)
         .bind(row.slot.map(i64::from))
-        .bind(signed(row.boot_ms))
+        .bind(signed(row.boot_ms)?)
         .bind(&row.error)
         .execute(self.pool())
         .await?;
@@ -112,28 +112,23 @@ fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
         account: text("account")?.parse().map_err(|_| unread("account"))?,
         template: text("template")?.parse().map_err(|_| unread("template"))?,
         bake: text("bake")?,
-        cpu: u32::try_from(number("cpu")?).map_err(|_| unread("cpu"))?,
-        memory_mb: number("memory_mb")?.unsigned_abs(),
-        disk_mb: number("disk_mb")?.unsigned_abs(),
+        cpu: unsigned(number("cpu")?)?,
+        memory_mb: unsigned(number("memory_mb")?)?,
+        disk_mb: unsigned(number("disk_mb")?)?,
         state: State::from_name(&text("state")?).ok_or_else(|| unread("state"))?,
         target: Target::from_name(&text("target")?).ok_or_else(|| unread("target"))?,
         metadata: serde_json::from_str(&text("metadata")?).map_err(|_| unread("metadata"))?,
         environment: serde_json::from_str(&text("environment")?)
             .map_err(|_| unread("environment"))?,
         created_at: number("created_at")?,
-        ttl_seconds: maybe("ttl_seconds")?.map(i64::unsigned_abs),
+        ttl_seconds: maybe("ttl_seconds")?.map(unsigned).transpose()?,
         expires_at: maybe("expires_at")?,
         slot: maybe("slot")?.and_then(|slot| u16::try_from(slot).ok()),
-        boot_ms: number("boot_ms")?.unsigned_abs(),
+        boot_ms: unsigned(number("boot_ms")?)?,
         error: row.try_get("error")?,
     })
 }
 
 fn json(map: &BTreeMap<String, String>) -> String {
     serde_json::to_string(map).expect("a map of strings is JSON")
-}
-
-/// SQL's integers are signed; ours stay far below the limit.
-fn signed(number: u64) -> i64 {
-    i64::try_from(number).unwrap_or(i64::MAX)
 }

@@ -134,7 +134,7 @@ fn body_of(refusal: &Refusal, request_id: &str) -> Vec<u8> {
 }
 
 fn log(error: &Error, request_id: &str, method: &str, route: &str) {
-    let cause = causes(error);
+    let cause = error.causes();
     match error.code {
         ErrorCode::Internal => {
             tracing::error!(request_id, method, route, cause, "a request failed")
@@ -160,20 +160,6 @@ fn log(error: &Error, request_id: &str, method: &str, route: &str) {
             tracing::debug!(request_id, method, route, code = ?error.code, cause, "refused a request")
         }
     }
-}
-
-/// The chain of causes as one sentence.
-fn causes(error: &Error) -> String {
-    let mut text = String::new();
-    let mut next = std::error::Error::source(error);
-    while let Some(cause) = next {
-        if !text.is_empty() {
-            text.push_str(": ");
-        }
-        text.push_str(&cause.to_string());
-        next = cause.source();
-    }
-    text
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {

@@ -94,7 +94,7 @@ fn kept_alive(
                 (serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal), None)
             }
             Ok(Err(error)) => {
-                tracing::warn!(%error, source = ?error.source, "a command was lost after its answer had begun");
+                tracing::warn!(%error, cause = error.causes(), "a command was lost after its answer had begun");
                 (Err(error), None)
             }
         })

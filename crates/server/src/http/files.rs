@@ -336,7 +336,7 @@ fn broken_off(
     bytes: impl Stream<Item = Result<Bytes, Error>>,
 ) -> impl Stream<Item = Result<Bytes, Error>> {
     bytes.inspect_err(
-        |error| tracing::debug!(%error, source = ?error.source, "an answer was broken off"),
+        |error| tracing::debug!(%error, cause = error.causes(), "an answer was broken off"),
     )
 }
 

@@ -231,7 +231,7 @@ impl Bakes {
             Ok(removed) => {
                 tracing::info!(count = removed.len(), "removed bakes that were long unused")
             }
-            Err(error) => tracing::warn!(source = ?error.source, "failed to remove old bakes"),
+            Err(error) => tracing::warn!(cause = error.causes(), "failed to remove old bakes"),
         }
     }
 

@@ -110,7 +110,7 @@ impl Sandboxes {
     /// A create that failed leaves nothing behind, so that it can be sent again.
     async fn give_up(&self, entry: &Entry, error: Error) {
         let id = entry.look(|row| row.id);
-        tracing::warn!(sandbox = %id, %error, source = ?error.source, "failed to start");
+        tracing::warn!(sandbox = %id, %error, cause = error.causes(), "failed to start");
         entry.change(|row| {
             row.state = State::Failed;
             row.target = Target::Deleted;
@@ -210,7 +210,7 @@ impl Sandboxes {
     /// A change that is true already has to reach its row, however long the database is away.
     async fn write_down(&self, entry: &Entry) {
         while let Err(error) = self.db.update_sandbox(&entry.row()).await {
-            tracing::error!(sandbox = %entry.look(|row| row.id), source = ?error.source, "failed to write a sandbox's row");
+            tracing::error!(sandbox = %entry.look(|row| row.id), cause = error.causes(), "failed to write a sandbox's row");
             tokio::select! {
                 () = tokio::time::sleep(DATABASE_PAUSE) => {}
                 () = self.closed.cancelled() => return,
@@ -241,7 +241,7 @@ impl Sandboxes {
         }
         self.remove_files(entry).await;
         while let Err(error) = self.db.delete_sandbox(&id).await {
-            tracing::error!(sandbox = %id, source = ?error.source, "failed to delete a sandbox's row");
+            tracing::error!(sandbox = %id, cause = error.causes(), "failed to delete a sandbox's row");
             tokio::select! {
                 () = tokio::time::sleep(DATABASE_PAUSE) => {}
                 () = self.closed.cancelled() => return,

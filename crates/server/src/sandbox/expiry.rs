@@ -21,7 +21,7 @@ impl Sandboxes {
                 }
                 tracing::info!(sandbox = %entry.look(|row| row.id), "expired");
                 if let Err(error) = self.set_deleted(&entry).await {
-                    tracing::warn!(%error, source = ?error.source, "failed to write an expiry; it goes on all the same");
+                    tracing::warn!(%error, cause = error.causes(), "failed to write an expiry; it goes on all the same");
                 }
             }
         }

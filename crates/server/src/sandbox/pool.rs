@@ -163,7 +163,7 @@ impl Pool {
             match self.start(&baked).await {
                 Ok(ready) => self.put(&baked, ready).await,
                 Err(error) => {
-                    tracing::warn!(%error, source = ?error.source, "failed to start a machine ahead");
+                    tracing::warn!(%error, cause = error.causes(), "failed to start a machine ahead");
                     tokio::time::sleep(PAUSE).await;
                     return;
                 }

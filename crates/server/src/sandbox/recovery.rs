@@ -50,13 +50,13 @@ impl Sandboxes {
             Ok(inside) => {
                 tracing::info!(sandbox = %row.id, "found running");
                 if let Err(error) = watch_again(&inside.guest, &entry.logs).await {
-                    tracing::warn!(sandbox = %row.id, %error, source = ?error.source, "commands of before are not in the log");
+                    tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "commands of before are not in the log");
                 }
                 *locked(&entry.inside) = Some(Arc::new(inside));
                 Some(slot)
             }
             Err(error) => {
-                tracing::warn!(sandbox = %row.id, %error, source = ?error.source, "a running sandbox is gone");
+                tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "a running sandbox is gone");
                 self.note_lost(entry, &row).await;
                 None
             }
@@ -78,7 +78,7 @@ impl Sandboxes {
             row.error = Some("its virtual machine ended while no server ran".to_owned());
         });
         if let Err(error) = self.db.update_sandbox(&entry.row()).await {
-            tracing::warn!(sandbox = %row.id, source = ?error.source, "failed to write a sandbox's row");
+            tracing::warn!(sandbox = %row.id, cause = error.causes(), "failed to write a sandbox's row");
         }
     }
 }

@@ -17,7 +17,7 @@ use super::Templates;
 use crate::{
     Error, clock,
     db::{BuildRow, TemplateRow},
-    shared_work::chain,
+    error::chain,
 };
 
 /// Lines kept of one build.
@@ -182,7 +182,7 @@ impl Templates {
     async fn note(&self, row: &BuildRow) {
         tracing::info!(build = %row.id, template = %row.name, status = %row.status, "template build");
         if let Err(error) = self.db.put_build(row).await {
-            tracing::error!(build = %row.id, source = ?error.source, "failed to write a build's row");
+            tracing::error!(build = %row.id, cause = error.causes(), "failed to write a build's row");
         }
     }
 
