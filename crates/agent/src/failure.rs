@@ -30,10 +30,16 @@ pub(crate) fn failed(what: &str, path: &[u8], error: Errno) -> Failure {
         | ErrorCode::PreconditionFailed
         | ErrorCode::NotModified
         | ErrorCode::RangeNotSatisfiable => {
-            return refuse(code, format!("{what} {path}: {}", std::io::Error::from(error)));
+            return refuse(code, format!("{what} {path}: {}", in_words(error)));
         }
     };
     refuse(code, format!("{what} {path}: {reason}"))
+}
+
+/// As the C library says it, without the number.
+fn in_words(error: Errno) -> String {
+    let text = std::io::Error::from(error).to_string();
+    text.split(" (os error").next().unwrap_or_default().to_lowercase()
 }
 
 fn code(error: Errno) -> ErrorCode {

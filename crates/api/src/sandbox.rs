@@ -103,6 +103,10 @@ pub struct CreateSandbox {
     pub from_snapshot: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volumes: Option<Vec<VolumeMount>>,
+    /// Only `true` or nothing so far: the internet, without private addresses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<bool>)]
+    pub network: Option<serde_json::Value>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -121,4 +125,7 @@ pub struct UpdateLifecycle {
     pub ttl_seconds: Option<i64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
+    /// Not available yet: refused, so that nobody relies on it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_seconds: Option<i64>,
 }

@@ -4,6 +4,7 @@ use std::{
     fs::{File, OpenOptions},
     io::{ErrorKind, Read, Seek, Write},
     path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 use rand::Rng;
@@ -12,6 +13,9 @@ use rustix::fs::{FlockOperation, flock};
 const NUMBERS: u16 = 1024;
 const CLAIMS: &str = "/run/atoll";
 const TRIES: usize = 4096;
+/// A server that was just killed may hold its lock until the kernel has taken it down.
+const PATIENCE: Duration = Duration::from_secs(3);
+const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// Held while the server runs; the locks go with the process, however it ends.
 pub(crate) struct Instance {
@@ -44,8 +48,12 @@ impl Instance {
             move |source| Error::Io { path, source }
         };
         let mut file = open(&path).map_err(at(&path))?;
-        if !try_lock(&file).map_err(at(&path))? {
-            return Err(Error::DataInUse { path: data.to_owned() });
+        let end = Instant::now() + PATIENCE;
+        while !try_lock(&file).map_err(at(&path))? {
+            if Instant::now() > end {
+                return Err(Error::DataInUse { path: data.to_owned() });
+            }
+            std::thread::park_timeout(LOOK_AGAIN);
         }
         std::fs::create_dir_all(claims).map_err(at(claims))?;
         let mut text = String::new();

@@ -149,13 +149,19 @@ fn read_whole(file: &File, path: &[u8]) -> Result<Vec<u8>, Failure> {
             // It would wait for something to happen (`/proc/kmsg`): what is there now is the content.
             Ok(0) | Err(Errno::AGAIN) => return Ok(bytes),
             Ok(_) => {}
+            // Not a failure of a disk: the kernel has nothing to say there (`/proc/1/mem`).
+            Err(Errno::IO) => {
+                let shown = shown(path);
+                let message = format!("read {shown}: it has no content that can be read");
+                return Err(refuse(ErrorCode::WrongKind, message));
+            }
             Err(error) => return Err(failed("read", path, error)),
         }
     }
 }
 
 /// On a file system without a disk whose sizes are inventions (sysfs says 4096 for everything).
-fn is_made_up(file: impl AsFd) -> bool {
+pub(super) fn is_made_up(file: impl AsFd) -> bool {
     // Linux `include/uapi/linux/magic.h`: proc, sysfs, cgroup2, cgroup, debugfs, tracefs, securityfs, bpf.
     const MADE_UP: [u64; 8] = [
         0x9fa0,

@@ -11,7 +11,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
-use super::{any_matches, etag, path};
+use super::{any_matches, etag, path, read::is_made_up};
 use crate::failure::{failed, refuse, shown};
 use crate::users::Accounts;
 
@@ -56,6 +56,12 @@ impl Writer {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = openat(CWD, parent, flags, Mode::empty())
             .map_err(|error| failed("write", &path, error))?;
+        if is_made_up(&directory) {
+            let shown = shown(&path);
+            let message =
+                format!("write {shown}: files cannot be put there; use a command such as `echo`");
+            return Err(refuse(ErrorCode::WrongKind, message));
+        }
         let present = look(&directory, name).map_err(|error| failed("write", &path, error))?;
         check(&request, &path, present.as_ref())?;
         if let Some(wanted) = request.size {

@@ -297,6 +297,20 @@ fn files_without_a_size_are_read_to_their_end() {
 }
 
 #[test]
+fn where_no_files_can_be_put_is_not_called_full() {
+    let mut client = Client::start();
+    for path in [&b"/proc/self/comm"[..], b"/sys/kernel/new"] {
+        let reply = client.write(file_write(path), b"x");
+        let Reply::Failed(failure) = reply else { panic!("{reply:?}") };
+        assert_eq!(failure.code, ErrorCode::WrongKind, "{}", failure.message);
+    }
+    assert_eq!(
+        client.refusal(&Request::FileRead(file_read(b"/proc/self/mem"))),
+        ErrorCode::WrongKind
+    );
+}
+
+#[test]
 fn relative_paths_and_missing_files_are_told_apart() {
     let mut client = Client::start();
     assert_eq!(client.refusal(&Request::FileRead(file_read(b"etc/passwd"))), ErrorCode::Invalid);

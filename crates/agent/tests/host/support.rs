@@ -113,7 +113,11 @@ impl Client {
     fn send(&mut self, kind: Kind, stream: u32, payload: &[u8]) {
         let mut bytes = Vec::new();
         frame::encode(&mut bytes, kind, Channel::Content, stream, false, payload);
-        self.socket.write_all(&bytes).unwrap();
+        match self.socket.write_all(&bytes) {
+            // It has ended meanwhile; what it said last is still to be read.
+            Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
+            sent => sent.unwrap(),
+        }
     }
 
     /// Waits for credit, and stops once the agent has said how it ends.

@@ -18,6 +18,8 @@ use serde_json::{Map, Value};
 
 use crate::{App, Error};
 
+/// Characters.
+const LONGEST_SENTENCE: usize = 600;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 const LONGEST_REQUEST_ID: usize = 128;
 
@@ -120,10 +122,11 @@ fn method_label(method: &Method) -> &'static str {
 
 fn body_of(refusal: &Refusal, request_id: &str) -> Vec<u8> {
     let error = &refusal.error;
+    let sentence = shortened(&error.message);
     let body = ErrorBody {
-        error: error.message.clone(),
+        error: sentence.clone(),
         code: error.code,
-        detail: error.message.clone(),
+        detail: sentence,
         request_id: request_id.to_owned(),
     };
     let mut value = serde_json::to_value(body).unwrap_or_default();
@@ -131,6 +134,14 @@ fn body_of(refusal: &Refusal, request_id: &str) -> Vec<u8> {
         fields.extend(refusal.more.clone());
     }
     value.to_string().into_bytes()
+}
+
+/// What a client sent may be a part of the sentence, and need not come back whole.
+fn shortened(message: &str) -> String {
+    match message.char_indices().nth(LONGEST_SENTENCE) {
+        Some((end, _)) => format!("{}…", &message[..end]),
+        None => message.to_owned(),
+    }
 }
 
 fn log(error: &Error, request_id: &str, method: &str, route: &str) {

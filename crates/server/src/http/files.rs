@@ -160,12 +160,16 @@ fn write_request(query: &Query, headers: &HeaderMap) -> Result<FileWrite, Error>
             "`If-None-Match` can only be `*` here: write only if there is no such file",
         ));
     }
+    let if_etags = etag::list(headers, &IF_MATCH);
+    if if_etags.is_empty() && headers.contains_key(&IF_MATCH) {
+        return Err(Error::invalid("`If-Match` must be `*` or a list of etags, each in quotes"));
+    }
     Ok(FileWrite {
         path: path_in(query)?,
         mode,
         owner: owner.map(str::to_owned),
         create_parents: query.flag("create_parents", true)?,
-        if_etags: etag::list(headers, &IF_MATCH),
+        if_etags,
         only_new: !unless.is_empty(),
         size: headers.get(CONTENT_LENGTH).and_then(|value| value.to_str().ok()?.parse().ok()),
     })

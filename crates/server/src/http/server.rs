@@ -31,9 +31,9 @@ use crate::App;
 
 const MOST_CONNECTIONS: usize = 4096;
 /// For the head of a request, and between two on one connection.
-const HEAD_DEADLINE: Duration = Duration::from_secs(120);
+const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 /// For requests under way when the server is asked to stop.
-const DRAIN_DEADLINE: Duration = Duration::from_secs(10);
+const DRAIN_DEADLINE: Duration = Duration::from_secs(3);
 /// When no more descriptors can be had, one may be free again after so long.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 

@@ -14,6 +14,8 @@ use futures::{Stream, StreamExt};
 /// thrown away first.
 const MOST_DRAINED: u64 = 64 << 20;
 const DRAIN_DEADLINE: Duration = Duration::from_secs(60);
+/// A client that sends nothing for so long is not in the middle of sending.
+const DRAIN_PAUSE: Duration = Duration::from_secs(3);
 
 pub(super) struct Upload {
     body: BodyDataStream,
@@ -29,8 +31,9 @@ impl Upload {
     pub(super) async fn drain(&mut self) {
         let rest = async {
             while self.bytes < MOST_DRAINED
-                && let Some(Ok(_)) = self.next().await
-            {}
+                && let Ok(Some(Ok(_))) = tokio::time::timeout(DRAIN_PAUSE, self.next()).await
+            {
+            }
         };
         // Beyond the limits the connection is closed on the client.
         let _ = tokio::time::timeout(DRAIN_DEADLINE, rest).await;

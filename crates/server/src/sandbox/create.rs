@@ -130,6 +130,11 @@ impl Sandboxes {
         if request.volumes.as_ref().is_some_and(|volumes| !volumes.is_empty()) {
             return Err(Error::not_found("`volumes`: there is no volume with this name"));
         }
+        if request.network.is_some_and(|network| network != true) {
+            return Err(Error::invalid(
+                "`network` can only be `true` or left out: sandboxes without a network, or with rules of their own, are not available yet",
+            ));
+        }
         let ttl = ttl_of(request.ttl_seconds, request.persistent)?;
         let metadata = request.metadata.unwrap_or_default();
         check_metadata(&metadata)?;
@@ -194,6 +199,9 @@ impl Sandboxes {
         let outcome = started.await.map_err(|_| Error::internal("the sandbox's driver ended"))?;
         drop(place);
         outcome?;
+        if entry.look(|row| row.target) == Target::Deleted {
+            return Err(Error::conflict("the sandbox was deleted while it was being created"));
+        }
         Ok(entry.shown(&self.accelerator_name(), self.clock.now_ms()))
     }
 }

@@ -77,7 +77,8 @@ impl Sandboxes {
                 Some(Step::Start) => {
                     let Some(order) = order.take() else {
                         // Half-made by a server that is gone: nobody was told of it.
-                        self.give_up(&entry, Error::internal("no order to start it")).await;
+                        self.give_up(&entry, Error::conflict("half-made by a server that is gone"))
+                            .await;
                         continue;
                     };
                     match self.start(&entry, order).await {

@@ -213,6 +213,9 @@ impl Sandboxes {
         let entry = self.registry.find(account, id)?;
         let now = self.clock.now_ms();
         entry.accept(Wish::Change, now)?;
+        if update.idle_seconds.is_some() {
+            return Err(Error::invalid("`idle_seconds` is not available yet; leave it out"));
+        }
         let ttl = match ttl_of(update.ttl_seconds, update.persistent)? {
             Some(ttl) => Some(ttl),
             // No longer persistent, with no word on how long.

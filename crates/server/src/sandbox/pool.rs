@@ -164,6 +164,8 @@ impl Pool {
                 Ok(ready) => self.put(&baked, ready).await,
                 Err(error) => {
                     tracing::warn!(%error, cause = error.causes(), "failed to start a machine ahead");
+                    // Its bake may be gone with its template; whoever asks for this size again puts it back.
+                    self.give_up(&baked).await;
                     tokio::time::sleep(PAUSE).await;
                     return;
                 }
@@ -192,6 +194,14 @@ impl Pool {
         let lacking = shelves.values().filter(|shelf| shelf.ready.len() < self.depth);
         // The emptiest first, so that every size has one before any has all.
         lacking.min_by_key(|shelf| shelf.ready.len()).map(|shelf| Arc::clone(&shelf.baked))
+    }
+
+    /// Other sizes shall not wait for one that cannot be had.
+    async fn give_up(&self, baked: &Baked) {
+        let shelf = locked(&self.shelves).remove(&baked.key);
+        for ready in shelf.into_iter().flat_map(|shelf| shelf.ready) {
+            ready.site.remove().await;
+        }
     }
 
     /// Those of sizes out of use, and of the oldest where there are too many sizes.

@@ -103,6 +103,14 @@ fn names_with_two_dots_are_refused() {
 }
 
 #[test]
+fn a_name_that_is_too_long_for_the_tools_is_refused() {
+    let deep = |levels: usize| vec!["d"; levels].join("/");
+    assert!(inside(deep(512).as_bytes()).is_ok());
+    let refusal = inside(deep(1401).as_bytes()).unwrap_err().to_string();
+    assert!(refusal.contains("longer than 1024 bytes") && refusal.len() < 300, "{refusal}");
+}
+
+#[test]
 fn an_absolute_name_lands_in_the_tree() {
     let mut case = Case::new();
     case.add(EntryType::Regular, "/etc/atoll-test", "", b"x").unpack().unwrap();

@@ -162,6 +162,7 @@ async fn an_unchanged_file_is_not_sent_again_and_a_changed_one_not_overwritten()
     };
     assert_eq!(refusal(put_if("If-None-Match", "*").await).await, ErrorCode::PreconditionFailed);
     assert_eq!(refusal(put_if("If-Match", "\"other\"").await).await, ErrorCode::PreconditionFailed);
+    assert_eq!(refusal(put_if("If-Match", "").await).await, ErrorCode::InvalidRequest);
     assert_eq!(get(&server, &path).await, b"one");
     assert_eq!(put_if("If-Match", old.to_str().unwrap()).await.status(), 200);
     assert_eq!(
