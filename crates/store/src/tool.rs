@@ -46,6 +46,18 @@ impl Tool {
     pub fn new(name: &str, deadline: Duration) -> Self {
         let mut command = Command::new(name);
         command.env("LC_ALL", "C.UTF-8").env("DEBIAN_FRONTEND", "noninteractive").process_group(0);
+        #[expect(
+            unsafe_code,
+            reason = "a hook between fork and exec is the only way to ask for this"
+        )]
+        // SAFETY: the hook makes one system call and touches no memory that is shared.
+        unsafe {
+            // Nobody would stop it when we are killed. It is bound to this thread, which waits for it.
+            command.pre_exec(|| {
+                rustix::process::set_parent_process_death_signal(Some(Signal::KILL))
+                    .map_err(Into::into)
+            });
+        }
         Self { name: name.to_owned(), command, deadline, accepted: &[0], output: None }
     }
 
