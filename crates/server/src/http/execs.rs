@@ -232,17 +232,8 @@ impl Place {
         self.explain(error)
     }
 
-    /// A channel that is lost because the sandbox is gone: that is the better answer.
     fn explain(&self, error: Error) -> Error {
-        if error.code != ErrorCode::Unavailable {
-            return error;
-        }
-        match self.app.sandboxes.running(&self.account, &self.sandbox) {
-            Err(reason) if matches!(reason.code, ErrorCode::NotFound | ErrorCode::Conflict) => {
-                reason
-            }
-            Ok(_) | Err(_) => error,
-        }
+        self.app.sandboxes.explain(&self.account, &self.sandbox, error)
     }
 }
 

@@ -63,7 +63,9 @@ pub(super) async fn read(
             .get(IF_RANGE)
             .and_then(|value| value.to_str().ok().map(str::to_owned)),
     };
-    match app.sandboxes.running(&caller.account, &id)?.read_file(request).await? {
+    let explain = |error| app.sandboxes.explain(&caller.account, &id, error);
+    let running = app.sandboxes.running(&caller.account, &id)?;
+    match running.read_file(request).await.map_err(explain)? {
         Read::Content(content) => content_response(app, content),
         Read::NotModified(etag) => {
             Ok((StatusCode::NOT_MODIFIED, [(ETAG, header(&etag)?)]).into_response())
@@ -131,7 +133,7 @@ pub(super) async fn write(
         }
         Err(error) => {
             upload.drain().await;
-            Err(error)
+            Err(app.sandboxes.explain(&caller.account, &id, error))
         }
     }
 }
@@ -185,7 +187,11 @@ pub(super) async fn delete(
     query: Query,
 ) -> Result<StatusCode, Error> {
     let path = path_in(&query)?;
-    app.sandboxes.running(&caller.account, &id)?.delete_file(path).await?;
+    app.sandboxes
+        .running(&caller.account, &id)?
+        .delete_file(path)
+        .await
+        .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -208,7 +214,12 @@ pub(super) async fn list(
     }
     let shown_path =
         serde_json::to_string(&String::from_utf8_lossy(&path)).map_err(Error::internal)?;
-    let entries = app.sandboxes.running(&caller.account, &id)?.list_directory(path, depth).await?;
+    let entries = app
+        .sandboxes
+        .running(&caller.account, &id)?
+        .list_directory(path, depth)
+        .await
+        .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
     let opening = Bytes::from(format!("{{\"path\":{shown_path},\"entries\":["));
     let json = stream::try_unfold(Listing::Opening(opening, entries), Listing::next);
     Ok((
@@ -258,7 +269,13 @@ pub(super) async fn stat(
     query: Query,
 ) -> Result<Output<FileEntry>, Error> {
     let path = path_in(&query)?;
-    Ok(ok(shown(&app.sandboxes.running(&caller.account, &id)?.stat_file(path).await?)))
+    Ok(ok(shown(
+        &app.sandboxes
+            .running(&caller.account, &id)?
+            .stat_file(path)
+            .await
+            .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?,
+    )))
 }
 
 fn path_in(query: &Query) -> Result<PathBytes, Error> {

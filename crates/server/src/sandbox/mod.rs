@@ -23,7 +23,7 @@ use std::{
     time::Duration,
 };
 
-use api::{AccountId, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
+use api::{AccountId, ErrorCode, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
 use machine::guest::Guest;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
@@ -248,6 +248,19 @@ impl Sandboxes {
             environment: Arc::new(entry.look(|row| row.environment.clone())),
             logs: Arc::clone(&entry.logs),
         })
+    }
+
+    /// A channel that is lost because the sandbox is gone: that is the better answer.
+    pub fn explain(&self, account: &AccountId, id: &SandboxId, error: Error) -> Error {
+        if error.code != ErrorCode::Unavailable {
+            return error;
+        }
+        match self.running(account, id) {
+            Err(reason) if matches!(reason.code, ErrorCode::NotFound | ErrorCode::Conflict) => {
+                reason
+            }
+            Ok(_) | Err(_) => error,
+        }
     }
 
     /// Room for one more, and a turn to start it.
