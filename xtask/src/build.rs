@@ -31,10 +31,28 @@ pub(crate) fn target_directory() -> anyhow::Result<PathBuf> {
     Ok(metadata.target_directory.into_std_path_buf())
 }
 
+/// Cargo as if a person had started it: what it told us about our own package would have build scripts run again that
+/// look at it, and everything above them built again.
+pub(crate) fn cargo_command(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root);
+    for (name, _) in std::env::vars_os() {
+        let is_of_our_package = name.to_str().is_some_and(|name| {
+            ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_", "CARGO_CRATE_", "CARGO_PRIMARY_"]
+                .iter()
+                .any(|start| name.starts_with(start))
+        });
+        if is_of_our_package {
+            command.env_remove(name);
+        }
+    }
+    command
+}
+
 fn cargo(root: &Path, arguments: &[&str], environment: &[(&str, &str)]) -> anyhow::Result<()> {
     let line = format!("cargo {}", arguments.join(" "));
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.current_dir(root).args(arguments).envs(environment.iter().copied());
+    let mut command = cargo_command(root);
+    command.args(arguments).envs(environment.iter().copied());
     let mut child = command.spawn().with_context(|| format!("start `{line}`"))?;
     let status = wait::end_of(&mut child)?;
     ensure!(status.success(), "run `{line}`");

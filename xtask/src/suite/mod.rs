@@ -193,8 +193,8 @@ fn cargo_test(
 }
 
 fn cargo_command(root: &Path) -> Command {
-    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    command.current_dir(root).stdin(Stdio::null());
+    let mut command = build::cargo_command(root);
+    command.stdin(Stdio::null());
     command
 }
 
