@@ -76,11 +76,6 @@ impl BakeDraft {
         self.draft.path().join("rootfs")
     }
 
-    /// For the sockets and log of the machine that is baked; removed before the bake is published.
-    pub fn place(&self) -> PathBuf {
-        self.draft.path().join("machine")
-    }
-
     /// Memory, state and rootfs must be complete.
     pub fn publish(self, layout: &Layout, manifest: Manifest) -> Result<Bake> {
         for path in [self.memory(), self.state(), self.rootfs()] {
@@ -89,7 +84,6 @@ impl BakeDraft {
                 return Err(Error::Damaged { path, reason: "it is empty".to_owned() });
             }
         }
-        draft::remove_all(&self.place()).map_err(Error::io("remove", self.place()))?;
         write_manifest(self.draft.path(), &manifest)?;
         let directory = layout.bake(&self.key);
         self.draft.publish(&directory)?;
@@ -230,7 +224,6 @@ mod tests {
 
     fn filled(layout: &Layout, key: &Digest, content: &[u8]) -> BakeDraft {
         let draft = BakeDraft::create(layout, key).unwrap();
-        fs::create_dir(draft.place()).unwrap();
         for path in [draft.memory(), draft.state(), draft.rootfs()] {
             fs::write(path, content).unwrap();
         }

@@ -24,7 +24,6 @@ pub mod sweep;
 pub mod template;
 pub mod tool;
 mod tree;
-pub mod undo;
 mod unpack;
 
 pub use digest::Digest;
