@@ -11,6 +11,8 @@ pub mod frame;
 pub mod hello;
 pub mod message;
 
+use std::time::Duration;
+
 pub use message::{Reply, Request};
 
 /// Counts up with every change that an older agent would not understand. Agents live on in snapshots, so the host
@@ -26,6 +28,17 @@ pub const INITIAL_CREDIT: u32 = 1 << 20;
 
 /// The longest message (request or reply) after its fragments were put together. A command line of 1 MiB fits.
 pub const MAX_MESSAGE: usize = 4 << 20;
+
+/// Volumes have slots: so many that can be written to, then so many that cannot.
+pub const WRITABLE_SLOTS: u8 = 8;
+pub const READ_ONLY_SLOTS: u8 = 8;
+
+/// [`Request::Quiesce`] is answered within this.
+pub const QUIESCE_LIMIT: Duration = Duration::from_secs(90);
+
+/// A quiet guest goes on by itself when it has heard nothing for so long, by a clock that stands while the machine does.
+/// A host must have stopped the machine long before.
+pub const QUIET_LIMIT: Duration = Duration::from_secs(60);
 
 /// Streams open at once; the agent resets those beyond.
 pub const MAX_STREAMS: usize = 1024;

@@ -30,14 +30,36 @@ pub type PathBytes = serde_bytes::ByteBuf;
 pub enum Request {
     /// [`Reply::Done`]. Proves that the guest answers.
     Ping,
-    /// [`Reply::Done`]. After a restore, before anything else.
+    /// [`Reply::Done`]. After a restore, before anything else: entropy, clock, file systems thawed, names, network, root
+    /// grown, volumes mounted, and the user's processes thawed last. A failure leaves these frozen: such a guest must not
+    /// go on.
     Repair(Repair),
     /// [`Reply::Done`]. Flush every writable file system.
     Sync,
     /// [`Reply::Done`], then the guest powers off: execs ended (TERM, grace, KILL), file systems flushed, root read-only.
     Shutdown { grace_ms: u32 },
-    /// [`Reply::Done`]: quiet for a bake or a snapshot: nothing half-done, caches written.
+
+    /// [`Reply::Done`]: quiet for a bake or a snapshot. Caches are written, the user's processes frozen, then every writable
+    /// file system that lies on a disk. Whatever else is asked waits or answers as ever, but nothing is written. Takes at
+    /// most [`crate::QUIESCE_LIMIT`]; where it fails, everything goes on as if it had not been asked. Idempotent.
+    /// Quiet ends with [`Request::Thaw`], [`Request::Repair`], or by itself when the host has not sent anything for
+    /// [`crate::QUIET_LIMIT`] of the guest's time.
     Quiesce,
+    /// [`Reply::Done`]: the clock is set, file systems thawed, what [`Request::VolumesUnmount`] took away meanwhile is mounted
+    /// again, and the user's processes go on, in this order. Idempotent. A failure names a volume that could not be mounted;
+    /// everything else has gone on all the same.
+    Thaw { unix_time_ns: u64 },
+    /// [`Reply::Done`]: all of them are mounted, or none, and the reason. Also while quiet.
+    VolumesMount { volumes: Vec<Mount> },
+    /// [`Reply::Done`]: flushed, unmounted wherever they were mounted, and their slots refuse reads and writes until a
+    /// [`Request::VolumesMount`]. [`ErrorCode::Conflict`] names the path and who uses it; then all are mounted as before.
+    /// Slots of which nothing is mounted are fine. Also while quiet.
+    VolumesUnmount { slots: Vec<u8> },
+    /// [`Reply::Done`]: the mounted file system has the size of its disk, which was resized before.
+    VolumeGrow { slot: u8 },
+    /// [`Reply::Done`]: before a sandbox with volumes is deleted or stopped. Execs and all other processes are ended (TERM,
+    /// grace, KILL) and no more begun, volumes flushed and unmounted.
+    Release { grace_ms: u32 },
 
     /// Starts an exec and watches it, as [`Request::ExecWatch`] from offset 0 does: [`Reply::ExecStarted`] first.
     /// Where [`ExecStart::has_stdin`], `Content` data and a finish from the host are its standard input. An id that exists already:
@@ -52,8 +74,9 @@ pub enum Request {
     ExecList,
     /// [`Reply::Done`]: TERM to the whole tree, KILL after the grace. Idempotent.
     ExecCancel { id: String, grace_ms: u32 },
-    /// [`Reply::Done`]: the host needs the record and output of this ended exec no longer. Idempotent.
-    ExecForget { id: String },
+    /// [`Reply::Done`]: the host needs the records and output of these ended execs no longer. Those that still run are left
+    /// alone. Idempotent.
+    ExecsForget { ids: Vec<String> },
 
     /// [`Reply::File`], then `Content` data and a finish. Only regular files.
     FileRead(FileRead),
@@ -65,9 +88,6 @@ pub enum Request {
     DirList { path: PathBytes, depth: u32 },
     /// [`Reply::Entries`] with one entry. Links are not followed.
     FileStat { path: PathBytes },
-
-    /// [`Reply::Done`]: [`Request::ExecForget`] for many at once; those that still run are left alone.
-    ExecsForget { ids: Vec<String> },
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
@@ -96,6 +116,18 @@ pub struct Repair {
     pub network: Network,
     /// Grow the root file system to the size of its disk (it was resized while the machine stood still).
     pub grow_root: bool,
+    /// Volumes that were mounted when the snapshot was taken are mounted no more.
+    pub volumes: Vec<Mount>,
+}
+
+/// A volume behind a slot, and where it belongs.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Mount {
+    /// 0 to 7 can be written to, 8 to 15 cannot.
+    pub slot: u8,
+    /// Absolute; made if missing. Not `/`, nor below `/proc`, `/sys` or `/dev`.
+    pub path: PathBytes,
+    pub read_only: bool,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]

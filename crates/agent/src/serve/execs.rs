@@ -453,15 +453,13 @@ impl Server {
         Ok(())
     }
 
-    /// An exec that runs is not forgotten, and one that is forgotten already is no error.
-    pub(crate) fn forget_exec(&mut self, id: &str) -> Result<(), Failure> {
-        let Ok(serial) = self.execs.by_id(id) else { return Ok(()) };
-        if self.execs.get(serial).is_some_and(|exec| !exec.has_ended()) {
-            let message = format!("the exec {id} is running; cancel it first");
-            return Err(crate::failure::refuse(protocol::message::ErrorCode::Conflict, message));
+    /// One that still runs, or runs again under the same id, is not meant.
+    pub(crate) fn forget_exec(&mut self, id: &str) {
+        if let Ok(serial) = self.execs.by_id(id)
+            && self.execs.get(serial).is_some_and(Exec::has_ended)
+        {
+            self.execs.forget(serial);
         }
-        self.execs.forget(serial);
-        Ok(())
     }
 
     pub(crate) fn act_on_deadlines(&mut self) {

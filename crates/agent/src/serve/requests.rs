@@ -82,14 +82,16 @@ impl Server {
                 self.cancel_exec(&id, grace_ms)?;
                 Ok(Some(Reply::Done))
             }
-            Request::ExecForget { id } => {
-                self.forget_exec(&id)?;
-                Ok(Some(Reply::Done))
+            Request::Thaw { .. } => Ok(Some(Reply::Done)),
+            Request::VolumesMount { .. }
+            | Request::VolumesUnmount { .. }
+            | Request::VolumeGrow { .. }
+            | Request::Release { .. } => {
+                Err(refuse(ErrorCode::Invalid, "the agent in this sandbox knows no volumes"))
             }
             Request::ExecsForget { ids } => {
                 for id in ids {
-                    // One that runs still, or again under the same id, is not meant.
-                    let _ = self.forget_exec(&id);
+                    self.forget_exec(&id);
                 }
                 Ok(Some(Reply::Done))
             }

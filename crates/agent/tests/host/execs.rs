@@ -277,8 +277,8 @@ fn an_id_is_used_once_until_it_is_forgotten() {
     let stream = client.open(&Request::ExecStart(start.clone()));
     client.end_of_exec(stream);
     assert_eq!(client.refusal(&Request::ExecStart(start.clone())), ErrorCode::Conflict);
-    assert_eq!(client.call(&Request::ExecForget { id: id.clone() }), Reply::Done);
-    assert_eq!(client.call(&Request::ExecForget { id: id.clone() }), Reply::Done);
+    assert_eq!(client.call(&Request::ExecsForget { ids: vec![id.clone()] }), Reply::Done);
+    assert_eq!(client.call(&Request::ExecsForget { ids: vec![id.clone()] }), Reply::Done);
     assert_eq!(client.refusal(&Request::ExecStatus { id }), ErrorCode::NotFound);
     let stream = client.open(&Request::ExecStart(start));
     assert_eq!(client.end_of_exec(stream).text(), "once\n");
@@ -305,7 +305,7 @@ fn a_thousand_short_commands_leave_nothing_behind() {
         let id = start.id.clone();
         let stream = client.open(&Request::ExecStart(start));
         assert_eq!(client.end_of_exec(stream).exit_code(), 0);
-        client.call(&Request::ExecForget { id });
+        client.call(&Request::ExecsForget { ids: vec![id] });
     }
     // Other tests of this program have descriptors, too.
     assert!(descriptors() < before + 300, "{before} before, {} after", descriptors());

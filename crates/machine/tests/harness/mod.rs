@@ -194,6 +194,7 @@ pub(crate) fn repair() -> Repair {
         machine_id: "0123456789abcdef0123456789abcdef".into(),
         network: Network { address: [10, 200, 0, 2], prefix: 30, gateway: [10, 200, 0, 1] },
         grow_root: false,
+        volumes: Vec::new(),
     }
 }
 

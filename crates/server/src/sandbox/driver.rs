@@ -183,6 +183,7 @@ impl Sandboxes {
             machine_id: uuid::Uuid::new_v4().simple().to_string(),
             network: GUEST_NETWORK,
             grow_root,
+            volumes: Vec::new(),
         }
     }
 

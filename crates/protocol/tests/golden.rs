@@ -1,0 +1,284 @@
+//! The bytes of every message and frame, as agents in snapshots speak them. A test that fails here means that the host no
+//! longer understands them: append a variant instead, or raise the version and keep the old shape beside the new one.
+#![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::collections::BTreeSet;
+use std::fmt::Debug;
+use std::mem::{Discriminant, discriminant};
+
+use protocol::frame::{self, Channel, Kind};
+use protocol::hello::{self, Hello};
+use protocol::message::{
+    Command, Entry, EntryKind, ErrorCode, ExecStart, ExecState, ExecStatus, Failure, FileHead,
+    FileRead, FileWrite, Mount, Network, ReadRange, Repair, decode, encode,
+};
+use protocol::{Reply, Request};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn bytes(hexadecimal: &str) -> Vec<u8> {
+    (0..hexadecimal.len() / 2)
+        .map(|at| u8::from_str_radix(&hexadecimal[2 * at..2 * at + 2], 16).unwrap())
+        .collect()
+}
+
+/// Shows all that differ, so that a deliberate change needs one run.
+fn check<T: Serialize + DeserializeOwned + PartialEq + Debug>(golden: &[(T, &str)]) {
+    let changed: Vec<_> = golden
+        .iter()
+        .filter(|(message, written)| {
+            encode(message) != bytes(written)
+                || decode::<T>(&bytes(written)).as_ref() != Ok(message)
+        })
+        .map(|(message, _)| format!("{message:?}\n    {}", hexadecimal(&encode(message))))
+        .collect();
+    assert!(changed.is_empty(), "other bytes than before:\n{}", changed.join("\n"));
+}
+
+fn kinds<T>(golden: &[(T, &str)]) -> usize {
+    let all: Vec<Discriminant<T>> =
+        golden.iter().map(|(message, _)| discriminant(message)).collect();
+    all.iter().enumerate().filter(|(at, one)| !all[..*at].contains(one)).count()
+}
+
+fn status() -> ExecStatus {
+    ExecStatus {
+        state: ExecState::Exited,
+        exit_code: Some(137),
+        killed_for_memory: true,
+        stdout_bytes: 300,
+        stderr_bytes: 0,
+        truncated: false,
+        duration_ms: 1500,
+    }
+}
+
+fn path(text: &str) -> protocol::message::PathBytes {
+    text.as_bytes().to_vec().into()
+}
+
+fn mount(slot: u8) -> Mount {
+    Mount { slot, path: path("/mnt/data"), read_only: slot >= protocol::WRITABLE_SLOTS }
+}
+
+fn requests() -> Vec<(Request, &'static str)> {
+    let exec = ExecStart {
+        id: "run-1".into(),
+        command: Command::Script(b"echo hi".to_vec().into()),
+        working_directory: Some(path("/root")),
+        environment: vec![("KEY".into(), "value".into())],
+        user: Some("panda".into()),
+        has_stdin: true,
+        timeout_ms: 120_000,
+        output_limit: 1 << 20,
+    };
+    let arguments = ExecStart {
+        command: Command::Arguments(vec![b"ls".to_vec().into(), b"-l".to_vec().into()]),
+        working_directory: None,
+        environment: Vec::new(),
+        user: None,
+        has_stdin: false,
+        timeout_ms: 0,
+        ..exec.clone()
+    };
+    let repair = Repair {
+        entropy: [0x11; 32],
+        unix_time_ns: 1_800_000_000_000_000_000,
+        host_name: "sandbox-1".into(),
+        machine_id: "0123456789abcdef0123456789abcdef".into(),
+        network: Network { address: [10, 200, 0, 2], prefix: 30, gateway: [10, 200, 0, 1] },
+        grow_root: true,
+        volumes: vec![mount(0), mount(8)],
+    };
+    let read = |range| FileRead {
+        path: path("/a"),
+        range,
+        unless_etags: vec!["\"1\"".into()],
+        range_if_etag: Some("\"2\"".into()),
+    };
+    let write = FileWrite {
+        path: path("/a"),
+        mode: Some(0o640),
+        owner: Some("panda:users".into()),
+        create_parents: true,
+        if_etags: vec!["*".into()],
+        only_new: false,
+        size: Some(1 << 33),
+    };
+    vec![
+        (Request::Ping, "00"),
+        (
+            Request::Repair(repair),
+            "0111111111111111111111111111111111111111111111111111111111111111118080d09de9ceb8fd180973616e64626f782d312030313233343536373839616263646566303132333435363738396162636465660ac800021e0ac80001010200092f6d6e742f646174610008092f6d6e742f6461746101",
+        ),
+        (Request::Sync, "02"),
+        (Request::Shutdown { grace_ms: 5000 }, "038827"),
+        (Request::Quiesce, "04"),
+        (Request::Thaw { unix_time_ns: 1_800_000_000_000_000_000 }, "058080d09de9ceb8fd18"),
+        (Request::VolumesMount { volumes: vec![mount(7)] }, "060107092f6d6e742f6461746100"),
+        (Request::VolumesUnmount { slots: vec![0, 15] }, "0702000f"),
+        (Request::VolumeGrow { slot: 3 }, "0803"),
+        (Request::Release { grace_ms: 5000 }, "098827"),
+        (
+            Request::ExecStart(exec),
+            "0a0572756e2d3100076563686f20686901052f726f6f7401034b45590576616c7565010570616e646101c0a907808040",
+        ),
+        (Request::ExecStart(arguments), "0a0572756e2d310102026c73022d6c0000000000808040"),
+        (
+            Request::ExecWatch { id: "run-1".into(), stdout_offset: 128, stderr_offset: 1 },
+            "0b0572756e2d31800101",
+        ),
+        (Request::ExecStatus { id: "run-1".into() }, "0c0572756e2d31"),
+        (Request::ExecList, "0d"),
+        (Request::ExecCancel { id: "run-1".into(), grace_ms: 0 }, "0e0572756e2d3100"),
+        (Request::ExecsForget { ids: vec!["a".into(), "b".into()] }, "0f0201610162"),
+        (Request::FileRead(read(None)), "10022f610001032231220103223222"),
+        (
+            Request::FileRead(read(Some(ReadRange::From { start: 5, end: Some(300) }))),
+            "10022f6101000501ac0201032231220103223222",
+        ),
+        (Request::FileRead(read(Some(ReadRange::Last(9)))), "10022f6101010901032231220103223222"),
+        (
+            Request::FileWrite(write),
+            "11022f6101a003010b70616e64613a75736572730101012a00018080808020",
+        ),
+        (Request::FileDelete { path: path("/a") }, "12022f61"),
+        (Request::DirList { path: path("/a"), depth: 2 }, "13022f6102"),
+        (Request::FileStat { path: path("/a") }, "14022f61"),
+    ]
+}
+
+const CODES: [ErrorCode; 13] = [
+    ErrorCode::Invalid,
+    ErrorCode::NotFound,
+    ErrorCode::WrongKind,
+    ErrorCode::Denied,
+    ErrorCode::Exists,
+    ErrorCode::Conflict,
+    ErrorCode::NoSpace,
+    ErrorCode::TooLarge,
+    ErrorCode::PreconditionFailed,
+    ErrorCode::NotModified,
+    ErrorCode::RangeNotSatisfiable,
+    ErrorCode::Busy,
+    ErrorCode::Internal,
+];
+
+fn replies() -> Vec<(Reply, &'static str)> {
+    let head = FileHead {
+        size: 1000,
+        start: 10,
+        length: 20,
+        partial: true,
+        modified_ns: -1,
+        etag: "\"1\"".into(),
+    };
+    let entry = Entry {
+        path: path("/a"),
+        kind: EntryKind::Link,
+        size: 3,
+        mode: 0o777,
+        modified_ns: 1_800_000_000_000_000_000,
+        user: 1000,
+        group: 100,
+        target: Some(path("b")),
+    };
+    let failure = Failure { code: ErrorCode::Conflict, message: "it is busy".into() };
+    vec![
+        (Reply::Done, "00"),
+        (Reply::Failed(failure), "01050a69742069732062757379"),
+        (Reply::ExecStarted { pid: 300 }, "02ac02"),
+        (Reply::ExecEnded(status()), "030101920201ac020000dc0b"),
+        (Reply::ExecStatus(ExecStatus { exit_code: None, ..status() }), "04010001ac020000dc0b"),
+        (Reply::Execs(vec![("run-1".into(), status())]), "05010572756e2d310101920201ac020000dc0b"),
+        (Reply::File(head), "06e8070a14010103223122"),
+        (Reply::Written { bytes: 1 << 40, etag: "\"1\"".into() }, "0780808080802003223122"),
+        (Reply::Entries(vec![entry]), "0801022f610203ff038080a0bbd29df1fa31e80764010162"),
+    ]
+}
+
+#[test]
+fn requests_are_written_as_ever() {
+    let golden = requests();
+    check(&golden);
+    // Counts variants; one that is new belongs into the list.
+    assert_eq!(kinds(&golden), 21);
+    assert!(decode::<Request>(&[21]).is_err());
+}
+
+#[test]
+fn replies_are_written_as_ever() {
+    let golden = replies();
+    check(&golden);
+    assert_eq!(kinds(&golden), 9);
+    assert!(decode::<Reply>(&[9]).is_err());
+}
+
+#[test]
+fn codes_states_and_kinds_keep_their_numbers() {
+    for (number, code) in CODES.into_iter().enumerate() {
+        assert_eq!(encode(&code), [u8::try_from(number).unwrap()], "{code:?}");
+    }
+    assert!(decode::<ErrorCode>(&[13]).is_err());
+    let states = [ExecState::Running, ExecState::Exited, ExecState::TimedOut, ExecState::Cancelled];
+    for (number, state) in states.into_iter().enumerate() {
+        assert_eq!(encode(&state), [u8::try_from(number).unwrap()], "{state:?}");
+    }
+    assert!(decode::<ExecState>(&[4]).is_err());
+    let kinds = [
+        EntryKind::File,
+        EntryKind::Directory,
+        EntryKind::Link,
+        EntryKind::Fifo,
+        EntryKind::Socket,
+        EntryKind::CharDevice,
+        EntryKind::BlockDevice,
+    ];
+    for (number, kind) in kinds.into_iter().enumerate() {
+        assert_eq!(encode(&kind), [u8::try_from(number).unwrap()], "{kind:?}");
+    }
+    assert!(decode::<EntryKind>(&[7]).is_err());
+}
+
+#[test]
+fn frames_are_written_as_ever() {
+    let all = [
+        (Kind::Hello, Channel::Content, "a70100000403020104000000b67b9d2261626364"),
+        (Kind::Request, Channel::Content, "a702000104030201040000004ac876ee61626364"),
+        (Kind::Reply, Channel::Content, "a7030000040302010400000027ca1b8a61626364"),
+        (Kind::Data, Channel::Content, "a70400010403020104000000b2f7719a61626364"),
+        (Kind::Data, Channel::Stdout, "a70401000403020104000000cf88c86261626364"),
+        (Kind::Data, Channel::Stderr, "a704020104030201040000008f27849e61626364"),
+        (Kind::Finish, Channel::Content, "a70500000403020104000000d51ee1a861626364"),
+        (Kind::Credit, Channel::Content, "a7060001040302010400000029ad0a6461626364"),
+        (Kind::Reset, Channel::Content, "a7070000040302010400000044af670061626364"),
+    ];
+    let mut changed = BTreeSet::new();
+    for (at, (kind, channel, written)) in all.into_iter().enumerate() {
+        let mut frame = Vec::new();
+        frame::encode(&mut frame, kind, channel, 0x0102_0304, at % 2 == 1, b"abcd");
+        if frame != bytes(written) {
+            changed.insert(format!("{kind:?} {channel:?} {}", hexadecimal(&frame)));
+        }
+    }
+    assert!(changed.is_empty(), "{changed:#?}");
+}
+
+#[test]
+fn the_handshake_is_written_as_ever() {
+    let greeting = hello::greeting(&Hello { version: 1, nonce: [0x22; 16] });
+    let (zeroes, frame) = greeting.split_at(frame::MAX_FRAME);
+    assert!(zeroes.iter().all(|&byte| byte == 0));
+    assert_eq!(
+        hexadecimal(frame),
+        "a7010000000000001100000009f408430122222222222222222222222222222222"
+    );
+    assert_eq!(
+        hexadecimal(&hello::answer(&[0x22; 16], 1)),
+        "61746f6c6c2d6167656e742d686572652222222222222222222222222222222201000000"
+    );
+}
