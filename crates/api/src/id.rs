@@ -12,33 +12,50 @@ pub struct InvalidId {
     rule: &'static str,
 }
 
-/// A UUID. Becomes part of file names.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
-)]
-#[serde(transparent)]
-pub struct SandboxId(uuid::Uuid);
+macro_rules! uuid_id {
+    ($(#[$meta:meta])* $name:ident, $what:literal) => {
+        $(#[$meta])*
+        #[derive(
+            Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, ToSchema,
+        )]
+        #[serde(transparent)]
+        pub struct $name(uuid::Uuid);
 
-impl SandboxId {
-    pub fn random() -> Self {
-        Self(uuid::Uuid::new_v4())
-    }
+        impl $name {
+            pub fn random() -> Self {
+                Self(uuid::Uuid::new_v4())
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                self.0.hyphenated().fmt(f)
+            }
+        }
+
+        impl FromStr for $name {
+            type Err = InvalidId;
+            fn from_str(text: &str) -> Result<Self, InvalidId> {
+                uuid::Uuid::try_parse(text)
+                    .map(Self)
+                    .map_err(|_| InvalidId { what: $what, rule: "a UUID" })
+            }
+        }
+    };
 }
 
-impl fmt::Display for SandboxId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.hyphenated().fmt(f)
-    }
-}
-
-impl FromStr for SandboxId {
-    type Err = InvalidId;
-    fn from_str(text: &str) -> Result<Self, InvalidId> {
-        uuid::Uuid::try_parse(text)
-            .map(Self)
-            .map_err(|_| InvalidId { what: "a sandbox id", rule: "a UUID" })
-    }
-}
+uuid_id!(
+    /// A UUID. Becomes part of file names.
+    SandboxId, "a sandbox id"
+);
+uuid_id!(
+    /// A UUID. Becomes part of file names.
+    SnapshotId, "a snapshot id"
+);
+uuid_id!(
+    /// A UUID. Becomes part of file names.
+    VolumeId, "a volume id"
+);
 
 /// Ids become file names, so nothing that a path could interpret gets in.
 fn is_plain(text: &str, longest: usize) -> bool {
@@ -135,6 +152,8 @@ mod tests {
         for bad in ["", ".", "..", "a/b", "../x", "a\0b", "é", &"x".repeat(65)] {
             assert!(bad.parse::<TemplateName>().is_err(), "{bad:?}");
             assert!(bad.parse::<SandboxId>().is_err(), "{bad:?}");
+            assert!(bad.parse::<SnapshotId>().is_err(), "{bad:?}");
+            assert!(bad.parse::<VolumeId>().is_err(), "{bad:?}");
         }
         assert!("ubuntu-24.04".parse::<TemplateName>().is_ok());
     }

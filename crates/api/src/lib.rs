@@ -12,7 +12,7 @@ mod template;
 pub use error::{ErrorBody, ErrorCode};
 pub use exec::{ExecRequest, ExecResult};
 pub use file::{DirListing, FileEntry, FileKind, FileWritten};
-pub use id::{AccountId, ExecId, InvalidId, KeyId, SandboxId, TemplateName};
+pub use id::{AccountId, ExecId, InvalidId, KeyId, SandboxId, SnapshotId, TemplateName, VolumeId};
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
 pub use sandbox::{
     BootMode, CreateSandbox, Lifecycle, Sandbox, SandboxStatus, UpdateLifecycle, VolumeMount,

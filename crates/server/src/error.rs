@@ -76,6 +76,8 @@ impl Error {
             | store::Error::NotFound { .. }
             | store::Error::Locked { .. }
             | store::Error::Damaged { .. }
+            | store::Error::Unusable { .. }
+            | store::Error::WouldShrink { .. }
             | store::Error::KernelIncomplete { .. } => Self::from_store(error),
         }
     }

@@ -71,6 +71,15 @@ impl Draft {
         // Dropping removes what was replaced, if anything.
     }
 
+    /// As [`Draft::publish`], but what is there already stays, and is an error.
+    pub(crate) fn publish_new(self, target: &Path) -> Result<()> {
+        sync_below(&self.path)?;
+        renameat_with(CWD, &self.path, CWD, target, RenameFlags::NOREPLACE)
+            .map_err(Error::system("publish", target))?;
+        sync_directory(target.parent().unwrap_or(Path::new("/")))?;
+        sync_directory(&self.temporary)
+    }
+
     /// The file `name` of the draft becomes visible as `target` at once, in place of what was there.
     pub(crate) fn publish_file(self, name: &str, target: &Path) -> Result<()> {
         let path = self.path.join(name);

@@ -33,6 +33,12 @@ pub enum Error {
     Locked { path: PathBuf, after: Duration },
     #[error("{path} is damaged ({reason}); delete it to have it built again", path = .path.display())]
     Damaged { path: PathBuf, reason: String },
+    /// A snapshot, a hibernated machine or a volume. It stays where it is.
+    #[error("the {what} `{id}` cannot be used: {reason}")]
+    Unusable { what: &'static str, id: String, reason: String },
+    /// The caller's wish for a volume.
+    #[error("a volume of {has_bytes} bytes cannot be made smaller, to {wanted_bytes}")]
+    WouldShrink { has_bytes: u64, wanted_bytes: u64 },
     #[error("the guest kernel's package lacks {what}")]
     KernelIncomplete { what: String },
 }
@@ -77,6 +83,8 @@ impl Error {
             | Self::NotFound { .. }
             | Self::Locked { .. }
             | Self::Damaged { .. }
+            | Self::Unusable { .. }
+            | Self::WouldShrink { .. }
             | Self::KernelIncomplete { .. } => false,
         }
     }

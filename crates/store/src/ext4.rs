@@ -2,6 +2,7 @@
 
 use std::{
     fs::{File, OpenOptions},
+    os::unix::fs::OpenOptionsExt,
     path::Path,
     time::Duration,
 };
@@ -9,6 +10,8 @@ use std::{
 use crate::{Error, Result, tool::Tool};
 
 const MAKE_DEADLINE: Duration = Duration::from_secs(600);
+/// Nothing is written in proportion to the size.
+const MAKE_VOLUME_DEADLINE: Duration = Duration::from_secs(30);
 const CHECK_DEADLINE: Duration = Duration::from_secs(600);
 const RESIZE_DEADLINE: Duration = Duration::from_secs(900);
 const ASK_DEADLINE: Duration = Duration::from_secs(60);
@@ -36,6 +39,130 @@ pub fn make(image: &Path, size_mb: u64, label: &str, tree: Option<&Path>) -> Res
     }
     tool.arg(image).run()?;
     Ok(())
+}
+
+/// Makes the file `image` of so many bytes, without any files in it. Blocks of 4 KiB also where ext4 would take smaller ones:
+/// with those a small disk could not grow far while it is mounted. The checksums' seed of its own lets
+/// [`renew_identity`] change the UUID without rewriting them.
+pub(crate) fn make_volume(image: &Path, bytes: u64) -> Result<()> {
+    let file = OpenOptions::new()
+        .write(true)
+        .create_new(true)
+        .mode(0o600)
+        .open(image)
+        .map_err(Error::io("create", image))?;
+    file.set_len(bytes).map_err(Error::io("set the size of", image))?;
+    drop(file);
+    Tool::new("mke2fs", MAKE_VOLUME_DEADLINE)
+        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-O", "metadata_csum_seed"])
+        .args(["-E", "assume_storage_prezeroed=1,nodiscard"])
+        .arg(image)
+        .run()?;
+    Ok(())
+}
+
+/// A UUID of its own for a clone. Left as it is where that would take more than a moment.
+pub(crate) fn renew_identity(image: &Path) -> Result<()> {
+    let Some(superblock) = Superblock::read(image)? else { return Ok(()) };
+    if superblock.is_clean() && superblock.has_checksum_seed() {
+        Tool::new("tune2fs", ASK_DEADLINE).args(["-U", "random"]).arg(image).run()?;
+    }
+    Ok(())
+}
+
+pub(crate) fn is_ext4(image: &Path) -> Result<bool> {
+    Ok(Superblock::read(image)?.is_some())
+}
+
+/// What [`recover`] found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Recovery {
+    /// It was unmounted; nothing was done.
+    Clean,
+    /// The journal was replayed, or small errors were corrected.
+    Recovered,
+    /// What is wrong needs a person: the file system was left as far as `e2fsck -p` came.
+    Damaged { report: String },
+    /// The guest put something else there.
+    NotExt4,
+}
+
+/// Brings a file system that was not unmounted into order.
+pub(crate) fn recover(image: &Path) -> Result<Recovery> {
+    match Superblock::read(image)? {
+        None => Ok(Recovery::NotExt4),
+        Some(superblock) if superblock.is_clean() => Ok(Recovery::Clean),
+        Some(_) => repair(image, &["-p"]),
+    }
+}
+
+/// 0: in order. 1: corrected, such as by replaying the journal. 4 and 8: could not.
+fn repair(image: &Path, options: &[&str]) -> Result<Recovery> {
+    let tool = Tool::new("e2fsck", CHECK_DEADLINE).args(options).arg(image).accept(&[0, 1, 4, 8]);
+    let done = tool.run()?;
+    let recovery = match done.code {
+        0 | 1 => Recovery::Recovered,
+        _ => Recovery::Damaged { report: done.last_lines.join(" / ") },
+    };
+    let file = File::open(image).map_err(Error::io("open", image))?;
+    file.sync_all().map_err(Error::io("sync", image))?;
+    Ok(recovery)
+}
+
+/// Makes the file and the file system in it larger; nothing may use them.
+pub(crate) fn grow(image: &Path, to_bytes: u64) -> Result<()> {
+    // resize2fs insists on a fresh check.
+    if let Recovery::Damaged { report } = repair(image, &["-f", "-p"])? {
+        return Err(damaged(image, &report));
+    }
+    let file = File::options().write(true).open(image).map_err(Error::io("open", image))?;
+    file.set_len(to_bytes).map_err(Error::io("set the size of", image))?;
+    Tool::new("resize2fs", RESIZE_DEADLINE).arg(image).run()?;
+    Ok(())
+}
+
+/// What a superblock says about itself; the guest wrote it.
+struct Superblock {
+    state: u16,
+    incompatible: u32,
+}
+
+impl Superblock {
+    const POSITION: u64 = 1024;
+    const LENGTH: usize = 1024;
+
+    /// `None` when it is none of ext4.
+    fn read(image: &Path) -> Result<Option<Self>> {
+        use std::os::unix::fs::FileExt;
+        let file = File::open(image).map_err(Error::io("open", image))?;
+        let mut bytes = [0; Self::LENGTH];
+        match file.read_exact_at(&mut bytes, Self::POSITION) {
+            Ok(()) => Ok(Self::parse(&bytes)),
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => Ok(None),
+            Err(error) => Err(Error::io("read", image)(error)),
+        }
+    }
+
+    fn parse(bytes: &[u8; Self::LENGTH]) -> Option<Self> {
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        let u32_at = |at: usize| {
+            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+        };
+        const MAGIC: u16 = 0xef53;
+        (u16_at(0x38) == MAGIC).then(|| Self { state: u16_at(0x3a), incompatible: u32_at(0x60) })
+    }
+
+    /// Unmounted, without an error noted, without anything in the journal.
+    fn is_clean(&self) -> bool {
+        const UNMOUNTED: u16 = 0x1;
+        const NEEDS_RECOVERY: u32 = 0x4;
+        self.state == UNMOUNTED && self.incompatible & NEEDS_RECOVERY == 0
+    }
+
+    fn has_checksum_seed(&self) -> bool {
+        const CHECKSUM_SEED: u32 = 0x2000;
+        self.incompatible & CHECKSUM_SEED != 0
+    }
 }
 
 /// An error unless the file system is clean and consistent.

@@ -1,9 +1,13 @@
 //! Where everything lies. The only builder of paths below the data and the cache directory; names get in only as
 //! types that cannot hold a separator.
 
-use std::path::{Path, PathBuf};
+use std::{
+    io::ErrorKind,
+    path::{Path, PathBuf},
+    str::FromStr,
+};
 
-use api::SandboxId;
+use api::{SandboxId, SnapshotId, VolumeId};
 
 use crate::{Digest, Error, Result};
 
@@ -23,6 +27,8 @@ impl Layout {
             layout.data.clone(),
             layout.sandboxes(),
             layout.machines(),
+            layout.snapshots(),
+            layout.volumes(),
             layout.data_temporary(),
             layout.kernels(),
             layout.initramfs_directory(),
@@ -51,6 +57,22 @@ impl Layout {
 
     pub fn sandbox(&self, id: &SandboxId) -> PathBuf {
         self.sandboxes().join(id.to_string())
+    }
+
+    pub(crate) fn snapshots(&self) -> PathBuf {
+        self.data.join("snapshots")
+    }
+
+    pub(crate) fn snapshot(&self, id: &SnapshotId) -> PathBuf {
+        self.snapshots().join(id.to_string())
+    }
+
+    pub(crate) fn volumes(&self) -> PathBuf {
+        self.data.join("volumes")
+    }
+
+    pub(crate) fn volume(&self, id: &VolumeId) -> PathBuf {
+        self.volumes().join(id.to_string())
     }
 
     pub(crate) fn machines(&self) -> PathBuf {
@@ -135,6 +157,21 @@ impl Layout {
     }
 }
 
+/// Things of this directory. Names that are no ids are not ours and are left out.
+pub(crate) fn ids_in<Id: FromStr>(directory: &Path) -> Result<Vec<Id>> {
+    let mut ids = Vec::new();
+    for entry in directory.read_dir().map_err(Error::io("list", directory))? {
+        match entry {
+            Ok(entry) => {
+                ids.extend(entry.file_name().to_str().and_then(|name| name.parse::<Id>().ok()));
+            }
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(Error::io("list", directory)(error)),
+        }
+    }
+    Ok(ids)
+}
+
 #[cfg(test)]
 mod tests {
     use std::path::Component;
@@ -159,6 +196,12 @@ mod tests {
             }
             if let Ok(id) = text.parse::<SandboxId>() {
                 paths.push((layout.sandbox(&id), layout.sandboxes()));
+            }
+            if let Ok(id) = text.parse::<SnapshotId>() {
+                paths.push((layout.snapshot(&id), layout.snapshots()));
+            }
+            if let Ok(id) = text.parse::<VolumeId>() {
+                paths.push((layout.volume(&id), layout.volumes()));
             }
             for (path, directory) in paths {
                 prop_assert_eq!(path.parent(), Some(directory.as_path()));

@@ -1,4 +1,4 @@
-//! Bytes on disk: the guest kernel, templates, bakes and the files of sandboxes. Knows neither machines nor HTTP.
+//! Bytes on disk: the guest kernel, templates, bakes, snapshots, volumes and the files of sandboxes. Knows neither machines nor HTTP.
 //!
 //! Everything here blocks; callers in async code go through `spawn_blocking`. A file that others may see appears under
 //! its final name by rename after `fsync`, so a process that dies at any instruction leaves the old state or the new
@@ -12,6 +12,7 @@ pub mod digest;
 mod draft;
 mod error;
 pub mod ext4;
+mod extents;
 pub mod initramfs;
 pub mod kernel;
 pub mod layout;
@@ -20,11 +21,14 @@ pub mod machine_files;
 pub mod pool;
 pub mod recipe;
 pub mod sandbox_files;
+pub mod saved_machine;
+pub mod snapshot;
 pub mod sweep;
 pub mod template;
 pub mod tool;
 mod tree;
 mod unpack;
+pub mod volume;
 
 pub use digest::Digest;
 pub use error::{Error, Result};

@@ -1,0 +1,176 @@
+//! Volumes: ext4 disks that outlive sandboxes. Their content is the guests', so nothing here trusts it.
+
+use std::{
+    fs::{self, File},
+    path::PathBuf,
+};
+
+use api::VolumeId;
+
+use crate::{Error, Layout, Result, clone::clone_file, draft, draft::Draft, ext4, layout, pool};
+
+pub use crate::ext4::Recovery;
+
+/// ext4 with a journal needs so much.
+pub const MINIMUM_BYTES: u64 = 16 << 20;
+
+const MIB: u64 = 1 << 20;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    ReadOnly,
+    Writable,
+}
+
+fn disk(layout: &Layout, id: &VolumeId) -> PathBuf {
+    layout.volume(id).join("disk")
+}
+
+/// For `map_err` of what touched the disk of `id`.
+fn failed(
+    doing: &'static str,
+    path: PathBuf,
+    id: &VolumeId,
+) -> impl FnOnce(std::io::Error) -> Error {
+    let id = *id;
+    move |error| match error.kind() {
+        std::io::ErrorKind::NotFound => not_found(&id),
+        _ => Error::io(doing, path)(error),
+    }
+}
+
+fn not_found(id: &VolumeId) -> Error {
+    Error::NotFound { what: "volume", id: id.to_string() }
+}
+
+fn new_draft(layout: &Layout) -> Result<Draft> {
+    let draft = Draft::create(&layout.data_temporary(), "volume")?;
+    draft.keep_others_out()?;
+    Ok(draft)
+}
+
+/// Sparse and empty, with a file system. Takes milliseconds, whatever the size.
+pub fn create(layout: &Layout, id: &VolumeId, bytes: u64) -> Result<()> {
+    if bytes < MINIMUM_BYTES {
+        let (wanted_mb, minimum_mb) = (bytes / MIB, MINIMUM_BYTES / MIB);
+        return Err(Error::DiskTooSmall { wanted_mb, minimum_mb });
+    }
+    let draft = new_draft(layout)?;
+    ext4::make_volume(&draft.path().join("disk"), bytes)?;
+    draft.publish_new(&layout.volume(id))
+}
+
+/// `to` becomes equal to `from`, which nobody may be writing. It gets a UUID of its own.
+pub fn clone(layout: &Layout, from: &VolumeId, to: &VolumeId) -> Result<()> {
+    let source = disk(layout, from);
+    if !source.exists() {
+        return Err(not_found(from));
+    }
+    let draft = new_draft(layout)?;
+    let copy = draft.path().join("disk");
+    clone_file(&source, &copy)?;
+    ext4::renew_identity(&copy)?;
+    draft.publish_new(&layout.volume(to))
+}
+
+/// For the machine that gets it as a descriptor.
+pub fn open(layout: &Layout, id: &VolumeId, access: Access) -> Result<File> {
+    let path = disk(layout, id);
+    let open = File::options().read(true).write(access == Access::Writable).open(&path);
+    open.map_err(failed("open", path, id))
+}
+
+/// Its size as the guest sees it.
+pub fn bytes(layout: &Layout, id: &VolumeId) -> Result<u64> {
+    let path = disk(layout, id);
+    Ok(path.metadata().map_err(failed("stat", path, id))?.len())
+}
+
+/// What it takes on the host's disk. Blocks that clones share count for each.
+pub fn used_bytes(layout: &Layout, id: &VolumeId) -> Result<u64> {
+    let path = disk(layout, id);
+    if !path.exists() {
+        return Err(not_found(id));
+    }
+    pool::allocated_bytes(&path)
+}
+
+/// Makes the disk longer; its file system stays as it is. Also while it is attached, before the machine is told.
+pub fn grow(layout: &Layout, id: &VolumeId, to_bytes: u64) -> Result<()> {
+    let path = disk(layout, id);
+    let file = open(layout, id, Access::Writable)?;
+    let has_bytes = file.metadata().map_err(Error::io("stat", &path))?.len();
+    if to_bytes < has_bytes {
+        return Err(Error::WouldShrink { has_bytes, wanted_bytes: to_bytes });
+    }
+    file.set_len(to_bytes).map_err(Error::io("set the size of", &path))?;
+    file.sync_all().map_err(Error::io("sync", path))
+}
+
+/// Makes the disk longer with its file system. Nobody may have it open. An ext4 that is damaged beyond automatic repair
+/// is refused; a disk that is no ext4 only becomes longer.
+pub fn grow_offline(layout: &Layout, id: &VolumeId, to_bytes: u64) -> Result<()> {
+    let has_bytes = bytes(layout, id)?;
+    if to_bytes < has_bytes {
+        return Err(Error::WouldShrink { has_bytes, wanted_bytes: to_bytes });
+    }
+    let path = disk(layout, id);
+    if !ext4::is_ext4(&path)? {
+        return grow(layout, id, to_bytes);
+    }
+    // resize2fs keeps no journal: killed in the middle of its work, it leaves a broken file system. Hence on a clone.
+    let draft = new_draft(layout)?;
+    let copy = draft.path().join("disk");
+    clone_file(&path, &copy)?;
+    ext4::grow(&copy, to_bytes).map_err(|error| unusable(id, error))?;
+    draft.publish_file("disk", &path)
+}
+
+fn unusable(id: &VolumeId, error: Error) -> Error {
+    match error {
+        Error::Damaged { reason, .. } => {
+            Error::Unusable { what: "volume", id: id.to_string(), reason }
+        }
+        other => other,
+    }
+}
+
+/// After a machine that had it attached is dead: replays the journal and repairs what can be repaired without a
+/// decision, where the file system says that it was not unmounted. Costs a read where it was.
+pub fn recover(layout: &Layout, id: &VolumeId) -> Result<Recovery> {
+    let path = disk(layout, id);
+    if !path.exists() {
+        return Err(not_found(id));
+    }
+    ext4::recover(&path)
+}
+
+/// For ever; also twice.
+pub fn remove(layout: &Layout, id: &VolumeId) -> Result<()> {
+    draft::discard(&layout.volume(id), &layout.data_temporary())
+}
+
+/// All that are published.
+pub fn list(layout: &Layout) -> Result<Vec<VolumeId>> {
+    layout::ids_in(&layout.volumes())
+}
+
+/// Those that are not among `known`, told in the log. They stay: what a user wrote is not thrown away for a row that
+/// is missing.
+pub fn orphans(layout: &Layout, known: &[VolumeId]) -> Result<Vec<VolumeId>> {
+    let orphans: Vec<_> = list(layout)?.into_iter().filter(|id| !known.contains(id)).collect();
+    for id in &orphans {
+        let path = layout.volume(id);
+        tracing::warn!(volume = %id, path = %path.display(), "no row names this volume; it is kept");
+    }
+    Ok(orphans)
+}
+
+/// The root disk at `source`, whose machine is no more, becomes a volume. It stays at its place, too, until its
+/// directory is removed, so no instant is without it.
+pub fn preserve(layout: &Layout, id: &VolumeId, source: &std::path::Path) -> Result<()> {
+    let draft = new_draft(layout)?;
+    let path = draft.path().join("disk");
+    fs::hard_link(source, &path).map_err(Error::io("link", path))?;
+    draft.publish_new(&layout.volume(id))
+}
