@@ -184,7 +184,9 @@ impl Ground {
             Layout::create(&config.data_dir, &config.cache_dir).map_err(Error::from_start)?;
         let instance =
             Instance::claim(&config.data_dir).map_err(|error| refuse(error.to_string()))?;
-        let clock = Clock::default();
+        let clock = Clock::open(&config.data_dir.join("clock")).map_err(|source| {
+            refuse("cannot keep the clock in the data directory").because(source)
+        })?;
         let db = Db::connect(&config.database_url()).await.map_err(|source| {
             refuse("cannot open the database; check --database").because(source)
         })?;

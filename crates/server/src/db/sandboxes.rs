@@ -28,6 +28,7 @@ pub(crate) struct SandboxRow {
     pub(crate) environment: BTreeMap<String, String>,
     pub(crate) created_at: i64,
     pub(crate) ttl_seconds: Option<u64>,
+    /// A steady time; see [`crate::clock`].
     pub(crate) expires_at: Option<i64>,
     /// Which of the host's slots (namespace, uid, directory) its machine has.
     pub(crate) slot: Option<u16>,

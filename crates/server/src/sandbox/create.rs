@@ -202,7 +202,7 @@ impl Sandboxes {
         if entry.look(|row| row.target) == Target::Deleted {
             return Err(Error::conflict("the sandbox was deleted while it was being created"));
         }
-        Ok(entry.shown(&self.accelerator_name(), self.clock.now_ms()))
+        Ok(entry.shown(&self.accelerator_name(), &self.clock))
     }
 }
 

@@ -127,7 +127,7 @@ impl Sandboxes {
             Ok((machine, guest)) => {
                 let slot = site.number();
                 *locked(&entry.inside) = Some(Arc::new(Inside::new(machine, guest, site)));
-                let now = self.clock.now_ms();
+                let now = self.clock.steady_ms();
                 entry.change(|row| {
                     row.state = State::Running;
                     row.slot = Some(slot);

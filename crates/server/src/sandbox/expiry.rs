@@ -14,7 +14,7 @@ impl Sandboxes {
                 () = tokio::time::sleep(LOOK_EVERY) => {}
                 () = self.closed.cancelled() => return,
             }
-            let now = self.clock.now_ms();
+            let now = self.clock.steady_ms();
             for entry in self.registry.all() {
                 if !entry.is_expired(now) || entry.look(|row| row.target) == Target::Deleted {
                     continue;

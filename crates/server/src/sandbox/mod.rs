@@ -122,7 +122,7 @@ impl Sandboxes {
     /// 404 when it is not theirs or gone.
     pub fn get(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> {
         let entry = self.registry.find(account, id)?;
-        Ok(entry.shown(&self.accelerator_name(), self.clock.now_ms()))
+        Ok(entry.shown(&self.accelerator_name(), &self.clock))
     }
 
     /// Newest first, and the next cursor when there is more.
@@ -135,14 +135,14 @@ impl Sandboxes {
         filter: &Filter,
     ) -> Result<(Vec<Sandbox>, Option<String>), Error> {
         let after = filter.cursor.as_deref().map(parse_cursor).transpose()?;
-        let (accelerator, now) = (self.accelerator_name(), self.clock.now_ms());
+        let accelerator = self.accelerator_name();
         let mut found: Vec<((i64, SandboxId), Sandbox)> = self
             .registry
             .all()
             .into_iter()
             .filter(|entry| entry.look(|row| row.account == *account))
             .map(|entry| {
-                (entry.look(|row| (row.created_at, row.id)), entry.shown(&accelerator, now))
+                (entry.look(|row| (row.created_at, row.id)), entry.shown(&accelerator, &self.clock))
             })
             .filter(|(place, sandbox)| {
                 after.as_ref().is_none_or(|after| place < after)
@@ -168,7 +168,7 @@ impl Sandboxes {
     /// 404 when it is not theirs or gone.
     pub async fn delete(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> {
         let entry = self.registry.find(account, id)?;
-        entry.accept(Wish::Delete, self.clock.now_ms())?;
+        entry.accept(Wish::Delete, self.clock.steady_ms())?;
         self.set_deleted(&entry).await?;
         let mut removed = entry.removed.subscribe();
         match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
@@ -211,7 +211,7 @@ impl Sandboxes {
         update: UpdateLifecycle,
     ) -> Result<Lifecycle, Error> {
         let entry = self.registry.find(account, id)?;
-        let now = self.clock.now_ms();
+        let now = self.clock.steady_ms();
         entry.accept(Wish::Change, now)?;
         if update.idle_seconds.is_some() {
             return Err(Error::invalid("`idle_seconds` is not available yet; leave it out"));
@@ -241,7 +241,7 @@ impl Sandboxes {
     /// 404 when it is not theirs, gone, or expired; 409 or 503 when it is not running, with the way out.
     pub fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
         let entry = self.registry.find(account, id)?;
-        entry.accept(Wish::Inside, self.clock.now_ms())?;
+        entry.accept(Wish::Inside, self.clock.steady_ms())?;
         let guest = entry.guest().ok_or_else(registry::not_found)?;
         Ok(Running {
             guest,

@@ -14,7 +14,11 @@ use super::{
     driver::Inside,
     state::{Refusal, State, Target, Wish, accept, shown},
 };
-use crate::{Error, clock, db::SandboxRow};
+use crate::{
+    Error,
+    clock::{self, Clock},
+    db::SandboxRow,
+};
 
 /// One sandbox. Its driver is the only one that changes `state`; anyone may set the target.
 pub(crate) struct Entry {
@@ -79,7 +83,7 @@ impl Entry {
         }
     }
 
-    /// Whether its time is up at `now` (milliseconds since 1970).
+    /// Whether its time is up at `now`, a steady time.
     pub(crate) fn is_expired(&self, now: i64) -> bool {
         self.look(|row| row.expires_at.is_some_and(|end| end <= now))
     }
@@ -101,8 +105,8 @@ impl Entry {
         })
     }
 
-    pub(crate) fn shown(&self, accelerator: &str, now: i64) -> Sandbox {
-        let expired = self.is_expired(now);
+    pub(crate) fn shown(&self, accelerator: &str, clock: &Clock) -> Sandbox {
+        let expired = self.is_expired(clock.steady_ms());
         self.look(|row| Sandbox {
             id: row.id,
             template: row.template.clone(),
@@ -115,7 +119,7 @@ impl Entry {
                 .map(|inside| inside.address.to_string())
                 .unwrap_or_default(),
             created_at: clock::from_ms(row.created_at),
-            expires_at: row.expires_at.map(clock::from_ms),
+            expires_at: row.expires_at.map(|end| clock.time_of_day(end)),
             ttl_seconds: row.ttl_seconds,
             metadata: row.metadata.clone(),
             boot_ms: row.boot_ms,

@@ -1,6 +1,7 @@
 //! The API over a real connection, before a real agent: only the virtual machine between them is missing.
 
 mod access;
+mod clock;
 mod execs;
 mod files;
 
@@ -49,8 +50,11 @@ impl Server {
 
     /// The sandbox was created with this environment.
     async fn start_with(environment: BTreeMap<String, String>) -> Self {
-        let (database, directory, clock) =
-            (testing::sqlite(), tempfile::tempdir().unwrap(), Clock::default());
+        Self::start_at(Clock::default(), environment).await
+    }
+
+    async fn start_at(clock: Clock, environment: BTreeMap<String, String>) -> Self {
+        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
         let db = Db::connect(database.url()).await.unwrap();
         let config = config(&directory.path().join("data"));
         let (keys, _) =
