@@ -33,6 +33,9 @@ pub enum Error {
     Exited { status: String, stderr: String },
     #[error("the saved state did not load within {} ms: {stderr}", .waited.as_millis())]
     NotLoaded { waited: Duration, stderr: String },
+    /// Another process has the file of a disk in use.
+    #[error("a disk is in use by another machine: {reason}")]
+    Locked { reason: String },
     #[error("the guest did not come up; its console ends: {console}")]
     NotBooted { console: String },
     #[error("no running machine is known in {directory}", directory = .directory.display())]
@@ -58,6 +61,17 @@ pub enum Error {
 }
 
 impl Error {
+    /// Of a lock, QEMU tells only in words.
+    pub(crate) fn or_locked(self) -> Self {
+        if let Self::QmpRefused { reason, .. } | Self::NotLoaded { stderr: reason, .. } = &self
+            && reason.contains("Failed to get")
+            && reason.contains("lock")
+        {
+            return Self::Locked { reason: reason.clone() };
+        }
+        self
+    }
+
     pub(crate) fn host(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Host { action, source }
     }

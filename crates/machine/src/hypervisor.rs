@@ -11,11 +11,12 @@ use serde_json::json;
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 
+use crate::disks::{self, Durability, RootDisk, VolumeDisk};
 use crate::error::{Error, Result};
 use crate::guest_kernel::KernelFiles;
-use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET, ROOT_NODE};
+use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET};
 use crate::process::{Launch, Process};
-use crate::qemu_args::{self, Inherited, ROOT, Start, Verbosity};
+use crate::qemu_args::{self, Inherited, Start, Verbosity};
 use crate::qmp::{PROMPT, Qmp};
 use crate::sockets;
 use crate::spec::{Accelerator, MachineSpec};
@@ -30,9 +31,6 @@ const START: Duration = Duration::from_secs(30);
 const BOOT: Duration = Duration::from_secs(180);
 const LOAD: Duration = Duration::from_secs(10);
 const LOAD_POLL: Duration = Duration::from_millis(1);
-/// Descriptor sets of one QEMU.
-const STATE_SET: u32 = 1;
-const ROOT_SET: u32 = 2;
 
 /// QEMU on this host. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -61,6 +59,15 @@ pub struct Boot {
     pub memory: File,
     pub root_disk: File,
     pub place: Place,
+}
+
+/// What a machine goes on from.
+#[derive(Debug)]
+pub struct Load {
+    pub state: File,
+    pub root_disk: RootDisk,
+    /// By the number of their slots: first those that can be written, then those that can only be read.
+    pub volumes: Vec<(u8, VolumeDisk)>,
 }
 
 /// A process that waits for a saved state. Dropping it ends the process.
@@ -128,7 +135,7 @@ impl Hypervisor {
             self.start(spec, &boot.memory, boot.place, Some((&files, Verbosity::Quiet))).await;
         own(0, 0o444).map_err(Error::host("take the memory back"))?;
         let started = started?;
-        started.put_root_disk(boot.root_disk).await?;
+        disks::put_root(&started.qmp, boot.root_disk, Durability::Throwaway).await?;
         started.qmp.run("cont", json!({})).await?;
         let machine = started.into_machine(None);
         let failure = tokio::select! {
@@ -269,21 +276,6 @@ impl Started {
     fn into_machine(self, grown: Option<u64>) -> Machine {
         Machine::new(self.process, self.qmp, self.channel, self.directory, grown)
     }
-
-    /// Before the guest runs, so it needs not be told the size.
-    async fn put_root_disk(&self, disk: File) -> Result<()> {
-        let qmp = &self.qmp;
-        qmp.add_descriptor(ROOT_SET, disk.into()).await?;
-        // Flushing waits until the file is needed elsewhere: this disk goes with its sandbox.
-        let cache = json!({ "direct": false, "no-flush": true });
-        let file = json!({ "driver": "file", "filename": format!("/dev/fdset/{ROOT_SET}"), "discard": "unmap", "cache": cache });
-        let node = json!({ "driver": "raw", "node-name": ROOT_NODE, "discard": "unmap", "cache": cache, "file": file });
-        qmp.run("blockdev-add", node).await?;
-        let path = format!("/machine/peripheral/{ROOT}");
-        qmp.run("qom-set", json!({ "path": path, "property": "drive", "value": ROOT_NODE }))
-            .await?;
-        Ok(())
-    }
 }
 
 impl Prepared {
@@ -295,57 +287,43 @@ impl Prepared {
         self.started.process.has_ended()
     }
 
-    /// Loads a saved state. The machine is paused then; the lock on its disk is only taken by [`Machine::resume`].
-    ///
-    /// `root_disk` is a clone of the state's disk, `disk_bytes` long; the guest is told when that is more than
-    /// `base_disk_bytes`, the length it knows.
+    /// Loads a saved state. The machine is paused then; with some versions of QEMU the lock on its root disk is only
+    /// taken by [`Machine::resume`].
     ///
     /// # Errors
-    /// Nothing is left of the process then. A state of another machine than the spec's may be told by
-    /// [`Error::NotLoaded`], or not at all: compare descriptions first.
-    pub async fn load(
-        self,
-        state: File,
-        root_disk: File,
-        disk_bytes: u64,
-        base_disk_bytes: u64,
-    ) -> Result<Machine> {
+    /// Nothing is left of the process then. [`Error::Locked`] when a disk is in use. A state of another machine than the
+    /// spec's may be told by [`Error::NotLoaded`], or not at all: compare descriptions first.
+    pub async fn load(self, load: Load) -> Result<Machine> {
         let process = &self.started.process;
-        let loading = self.load_state(state, root_disk, disk_bytes, base_disk_bytes);
-        match explained(process, loading).await {
+        let RootDisk { bytes, base_bytes, .. } = load.root_disk;
+        match explained(process, self.load_state(load)).await {
             Ok(()) => {
-                let grown = Some(disk_bytes).filter(|_| disk_bytes > base_disk_bytes);
-                let machine = self.started.into_machine(grown);
+                let machine = self.started.into_machine(Some(bytes).filter(|_| bytes > base_bytes));
                 machine.outlive();
                 Ok(machine)
             }
             Err(error) => {
                 process.kill().await?;
-                Err(error)
+                Err(error.or_locked())
             }
         }
     }
 
-    async fn load_state(
-        &self,
-        state: File,
-        root_disk: File,
-        disk_bytes: u64,
-        base_disk_bytes: u64,
-    ) -> Result<()> {
+    async fn load_state(&self, load: Load) -> Result<()> {
         let Started { process, qmp, .. } = &self.started;
+        let Load { state, root_disk, volumes } = load;
+        let RootDisk { file, bytes, base_bytes, durability } = root_disk;
         // `block_resize` truncates the file to what it is told.
-        let length = root_disk.metadata().map_err(Error::host("measure a disk"))?.len();
-        if length != disk_bytes || disk_bytes < base_disk_bytes {
+        let length = file.metadata().map_err(Error::host("measure a disk"))?.len();
+        if length != bytes || bytes < base_bytes {
             return Err(Error::Unfit(format!(
-                "a disk of {length} bytes cannot take the place of {base_disk_bytes} as one of {disk_bytes}"
+                "a disk of {length} bytes cannot take the place of {base_bytes} as one of {bytes}"
             )));
         }
-        self.started.put_root_disk(root_disk).await?;
-        qmp.add_descriptor(STATE_SET, state.into()).await?;
+        disks::put_root(qmp, file, durability).await?;
+        let set = qmp.add_descriptor(state.into()).await?;
         let begun = Instant::now();
-        qmp.run("migrate-incoming", json!({ "uri": format!("file:/dev/fdset/{STATE_SET}") }))
-            .await?;
+        qmp.run("migrate-incoming", json!({ "uri": format!("file:{}", set.path()) })).await?;
         // When a disk is locked, the load ends as if it had succeeded, but this stays as it is for ever.
         while qmp.run("query-status", json!({})).await?["status"] == "inmigrate" {
             if begun.elapsed() > LOAD {
@@ -353,7 +331,10 @@ impl Prepared {
             }
             tokio::time::sleep(LOAD_POLL).await;
         }
-        qmp.run("remove-fd", json!({ "fdset-id": STATE_SET })).await?;
+        qmp.remove_descriptor(set).await?;
+        for (slot, volume) in volumes {
+            disks::attach(qmp, slot, volume).await?;
+        }
         Ok(())
     }
 }

@@ -1,6 +1,7 @@
 //! One QEMU virtual machine: its description, its process, its network and the host end of the guest channel.
 //! Knows nothing of sandboxes, HTTP or where files lie: descriptors and directories are given to it.
 
+mod disks;
 mod error;
 pub mod guest;
 mod guest_kernel;
@@ -13,14 +14,17 @@ mod probe;
 mod process;
 mod qemu_args;
 mod qmp;
+mod snapshot;
 mod sockets;
 pub mod spec;
 mod tap;
 
+pub use disks::{Durability, RootDisk, VolumeDisk};
 pub use error::{Error, Result};
 pub use guest::Guest;
-pub use hypervisor::{Boot, Hypervisor, Place, Prepared};
+pub use hypervisor::{Boot, Hypervisor, Load, Place, Prepared};
 pub use leftover::kill_all_of;
 pub use machine::{Ended, Machine};
+pub use snapshot::{Save, Saved, Steps};
 pub use spec::{Accelerator, MachineSpec, Shape};
 pub use tap::Tap;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tokio::net::UnixStream;
 
+use crate::disks::{self, ROOT_NODE, VolumeDisk};
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::hypervisor::explained;
@@ -19,9 +20,6 @@ use crate::sockets;
 
 pub(crate) const QMP_SOCKET: &str = "qmp.sock";
 pub(crate) const GUEST_SOCKET: &str = "guest.sock";
-/// The root disk's block node.
-pub(crate) const ROOT_NODE: &str = "disk-root";
-const SAVED_SET: u32 = 3;
 /// Saving stops the machine, and that flushes its disks.
 const SAVE: Duration = Duration::from_secs(60);
 
@@ -102,12 +100,12 @@ impl Machine {
     }
 
     /// # Errors
-    /// QEMU refuses or is gone. The first time after a load also when another process has the disk in use.
+    /// QEMU refuses or is gone. The first time after a load also [`Error::Locked`].
     pub async fn resume(&self) -> Result<()> {
-        self.run("cont", json!({})).await?;
+        self.run("cont", json!({})).await.map_err(Error::or_locked)?;
         let grown = self.link().grown;
         if let Some(size) = grown {
-            self.run("block_resize", json!({ "node-name": ROOT_NODE, "size": size })).await?;
+            explained(&self.process, disks::resize(&self.qmp, ROOT_NODE, size)).await?;
             self.link().grown = None;
         }
         Ok(())
@@ -154,15 +152,49 @@ impl Machine {
     /// QEMU refuses or is gone.
     pub async fn save_state(&self, path: &Path) -> Result<()> {
         let file = File::create(path).map_err(Error::file("create", path))?;
+        self.write_state(file).await
+    }
+
+    /// The same, to a file that is open for writing only.
+    pub(crate) async fn write_state(&self, file: File) -> Result<()> {
         let saving = async {
-            self.qmp.add_descriptor(SAVED_SET, file.into()).await?;
+            let set = self.qmp.add_descriptor(file.into()).await?;
             // Not `live`, which would let go of the locks on the disks.
-            let arguments = json!({ "filename": format!("/dev/fdset/{SAVED_SET}"), "live": false });
+            let arguments = json!({ "filename": set.path(), "live": false });
             let saved = self.qmp.run_within(SAVE, "xen-save-devices-state", arguments, None).await;
-            self.qmp.run("remove-fd", json!({ "fdset-id": SAVED_SET })).await?;
+            self.qmp.remove_descriptor(set).await?;
             saved.map(drop)
         };
         explained(&self.process, saving).await
+    }
+
+    /// Puts a volume behind an empty slot. The guest sees it at once if it runs, else when it does.
+    ///
+    /// # Errors
+    /// The slot is as it was. [`Error::Locked`] when the volume is in use; [`Error::Unfit`] when it does not fit the slot.
+    pub async fn attach_volume(&self, slot: u8, volume: VolumeDisk) -> Result<()> {
+        explained(&self.process, disks::attach(&self.qmp, slot, volume)).await
+    }
+
+    /// Empties a slot, whose volume the guest must have unmounted, and lets go of the volume's lock. What the guest
+    /// writes there later fails; but it still sees the volume's size.
+    ///
+    /// # Errors
+    /// QEMU refuses, as when the slot is empty, or is gone.
+    pub async fn detach_volume(&self, slot: u8) -> Result<()> {
+        explained(&self.process, disks::detach(&self.qmp, slot)).await
+    }
+
+    /// Tells the guest that a volume's file has grown to `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Unfit`] when it would shrink, or there is none.
+    pub async fn resize_volume(&self, slot: u8, bytes: u64) -> Result<()> {
+        explained(&self.process, disks::grow(&self.qmp, slot, bytes)).await
+    }
+
+    pub(crate) async fn ended(&self) -> Error {
+        self.process.ended().await
     }
 
     /// Connects to the agent anew; what was open before is lost. The machine has to run.

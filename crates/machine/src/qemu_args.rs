@@ -5,7 +5,7 @@
 
 use std::os::fd::RawFd;
 
-use crate::spec::{Accelerator, MachineSpec, READ_ONLY_SLOTS, WRITABLE_SLOTS};
+use crate::spec::{Accelerator, MACHINE_TYPE, MachineSpec, READ_ONLY_SLOTS, WRITABLE_SLOTS};
 
 /// Bytes of the guest's console that QEMU remembers; a power of two.
 pub(crate) const CONSOLE_BYTES: usize = 64 * 1024;
@@ -44,12 +44,13 @@ pub(crate) enum Verbosity {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Access {
+pub(crate) enum Access {
     Writable,
     ReadOnly,
 }
 
-fn slots() -> impl Iterator<Item = (String, Access)> {
+/// Devices of the volumes, in the order of their slots' numbers.
+pub(crate) fn slots() -> impl Iterator<Item = (String, Access)> {
     let writable = (0..WRITABLE_SLOTS).map(|n| (format!("writable{n}"), Access::Writable));
     let read_only = (0..READ_ONLY_SLOTS).map(|n| (format!("readonly{n}"), Access::ReadOnly));
     writable.chain(read_only)
@@ -59,11 +60,11 @@ fn slots() -> impl Iterator<Item = (String, Access)> {
 pub(crate) fn hardware(spec: &MachineSpec) -> Vec<String> {
     let tuning = Tuning::of(spec.accelerator);
     let mut arguments = Arguments::default();
-    // Versioned, so that a state survives an upgrade of QEMU. `pit=off` would miscalibrate the clock; `hpet=on` costs
+    // `pit=off` would miscalibrate the clock; `hpet=on` costs
     // ten times the processor time in an idle guest.
     arguments.add(
         "-machine",
-        "pc-q35-8.2,memory-backend=ram,suppress-vmdesc=on,dump-guest-core=off,hpet=off,sata=off,smbus=off,i8042=off,vmport=off",
+        format!("{MACHINE_TYPE},memory-backend=ram,suppress-vmdesc=on,dump-guest-core=off,hpet=off,sata=off,smbus=off,i8042=off,vmport=off"),
     );
     arguments.add("-global", "migration.send-configuration=off");
     arguments.add(

@@ -32,6 +32,16 @@ pub(crate) struct Qmp {
     guest_shut_down: Arc<AtomicBool>,
 }
 
+/// What was handed to QEMU can be opened there by a path.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct DescriptorSet(u64);
+
+impl DescriptorSet {
+    pub(crate) fn path(self) -> String {
+        format!("/dev/fdset/{}", self.0)
+    }
+}
+
 #[derive(Debug)]
 struct Command {
     name: &'static str,
@@ -58,11 +68,16 @@ impl Qmp {
         self.run_within(PROMPT, command, arguments, None).await
     }
 
-    /// Hands `descriptor` to QEMU; it can then be opened there as `/dev/fdset/SET`.
-    pub(crate) async fn add_descriptor(&self, set: u32, descriptor: OwnedFd) -> Result<()> {
-        self.run_within(PROMPT, "add-fd", json!({ "fdset-id": set }), Some(descriptor))
-            .await
-            .map(drop)
+    /// Hands `descriptor` to QEMU, in a set of its own.
+    pub(crate) async fn add_descriptor(&self, descriptor: OwnedFd) -> Result<DescriptorSet> {
+        let added = self.run_within(PROMPT, "add-fd", json!({}), Some(descriptor)).await?;
+        let refused = || Error::QmpRefused { command: "add-fd", reason: "it named no set".into() };
+        added["fdset-id"].as_u64().map(DescriptorSet).ok_or_else(refused)
+    }
+
+    /// What was opened in it stays open.
+    pub(crate) async fn remove_descriptor(&self, set: DescriptorSet) -> Result<()> {
+        self.run("remove-fd", json!({ "fdset-id": set.0 })).await.map(drop)
     }
 
     /// Whether the guest has ended the machine itself. Waits shortly for the last words of a QEMU that has ended.

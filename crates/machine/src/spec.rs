@@ -11,6 +11,9 @@ use crate::qemu_args;
 /// Counts up when a state saved before would no longer load although [`qemu_args::hardware`] stayed the same.
 const FORMAT: u32 = 1;
 
+/// Versioned, so that a state survives an upgrade of QEMU.
+pub const MACHINE_TYPE: &str = "pc-q35-8.2";
+
 /// Disks a machine can be given beside its root disk: empty slots of each kind, there from the boot on.
 pub const WRITABLE_SLOTS: usize = 8;
 pub const READ_ONLY_SLOTS: usize = 8;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use harness::{Bake, DEADLINE, Running, place, run};
 use machine::guest::Request;
-use machine::hypervisor::{Boot, Hypervisor};
+use machine::hypervisor::{Boot, Hypervisor, Load};
 use machine::{Ended, Error, Machine};
 
 fn is_alive(pid: u32) -> bool {
@@ -64,8 +64,7 @@ async fn a_guest_sees_that_its_disk_has_grown() {
     let larger = bake.disk_bytes() + (1 << 30);
     disk.set_len(larger).unwrap();
     let prepared = bake.prepare(place(directory)).await;
-    let loaded =
-        prepared.load(File::open(bake.state()).unwrap(), disk, larger, bake.disk_bytes()).await;
+    let loaded = prepared.load(bake.loading(disk, larger)).await;
     let machine = Running::from(loaded.unwrap());
     machine.resume().await.unwrap();
     let guest = machine.connect_guest(DEADLINE).await.unwrap();
@@ -81,8 +80,7 @@ async fn a_disk_is_never_cut() {
     let disk = harness::read_write(&directory.join("rootfs"));
     let prepared = bake.prepare(place(directory.clone())).await;
     let smaller = bake.disk_bytes() - 4096;
-    let refused =
-        prepared.load(File::open(bake.state()).unwrap(), disk, smaller, bake.disk_bytes()).await;
+    let refused = prepared.load(bake.loading(disk, smaller)).await;
     assert!(matches!(refused, Err(Error::Unfit(_))));
     assert_eq!(std::fs::metadata(directory.join("rootfs")).unwrap().len(), bake.disk_bytes());
 }
@@ -96,9 +94,8 @@ async fn a_state_that_is_none_fails_soon_and_leaves_no_process() {
     let prepared = bake.prepare(place(directory.clone())).await;
     let (pid, begun) = (prepared.pid(), Instant::now());
     let disk = harness::read_write(&directory.join("rootfs"));
-    let loaded = prepared
-        .load(File::open(garbage).unwrap(), disk, bake.disk_bytes(), bake.disk_bytes())
-        .await;
+    let state = File::open(garbage).unwrap();
+    let loaded = prepared.load(Load { state, ..bake.loading(disk, bake.disk_bytes()) }).await;
     assert!(
         matches!(loaded, Err(Error::Exited { ref stderr, .. }) if !stderr.is_empty()),
         "{loaded:?}"
@@ -125,7 +122,7 @@ async fn a_disk_in_use_elsewhere_is_not_taken() {
             error
         }
     };
-    assert!(error.to_string().contains("lock"), "{error}");
+    assert!(matches!(error, Error::Locked { .. }), "{error}");
     assert!(!is_alive(pid));
 }
 

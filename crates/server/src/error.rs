@@ -149,6 +149,10 @@ impl From<machine::Error> for Error {
                 let message = "the connection to the sandbox is lost; what was asked for may or may not have been done";
                 Self::new(ErrorCode::Unavailable, message).because(error)
             }
+            Machine::Locked { .. } => {
+                let message = "a disk is in use by another machine; detach it there, or wait until that one has ended";
+                Self::new(ErrorCode::Conflict, message).because(error)
+            }
             Machine::QemuMissing
             | Machine::QemuTooOld { .. }
             | Machine::File { .. }

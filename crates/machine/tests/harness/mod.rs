@@ -16,9 +16,9 @@ use std::time::Duration;
 use machine::guest::{
     Channel, Command, Event, ExecStart, ExecStatus, Guest, Network, Repair, Reply, Request,
 };
-use machine::hypervisor::{Boot, Hypervisor, Place, Prepared};
+use machine::hypervisor::{Boot, Hypervisor, Load, Place, Prepared};
 use machine::spec::{Accelerator, MachineSpec, Shape};
-use machine::{Machine, Result};
+use machine::{Durability, Machine, Result, RootDisk};
 use tokio::sync::OnceCell;
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -170,8 +170,15 @@ impl Bake {
     }
 
     pub(crate) async fn load(&self, prepared: Prepared, root_disk: &Path) -> Result<Machine> {
-        let state = File::open(self.state()).unwrap();
-        prepared.load(state, read_write(root_disk), self.disk_bytes(), self.disk_bytes()).await
+        prepared.load(self.loading(read_write(root_disk), self.disk_bytes())).await
+    }
+
+    /// `bytes`: the length that the disk is said to have.
+    pub(crate) fn loading(&self, root_disk: File, bytes: u64) -> Load {
+        let durability = Durability::Throwaway;
+        let root_disk =
+            RootDisk { file: root_disk, bytes, base_bytes: self.disk_bytes(), durability };
+        Load { state: File::open(self.state()).unwrap(), root_disk, volumes: Vec::new() }
     }
 
     /// A clone that runs, and its agent.

@@ -7,7 +7,7 @@ use std::{
 };
 
 use machine::{
-    Ended, Machine, Prepared,
+    Durability, Ended, Load, Machine, Prepared, RootDisk,
     guest::{Guest, Network, Repair, Request},
 };
 use store::sandbox_files::{self, SandboxFiles};
@@ -162,10 +162,14 @@ impl Sandboxes {
         .await
         .map_err(Error::internal)?
         .map_err(Error::from_store)?;
-        let machine = prepared
-            .load(baked.state()?, disk, disk_bytes, baked.disk_bytes)
-            .await
-            .map_err(Error::internal)?;
+        let root_disk = RootDisk {
+            file: disk,
+            bytes: disk_bytes,
+            base_bytes: baked.disk_bytes,
+            durability: Durability::Throwaway,
+        };
+        let load = Load { state: baked.state()?, root_disk, volumes: Vec::new() };
+        let machine = prepared.load(load).await.map_err(Error::internal)?;
         machine.resume().await.map_err(Error::internal)?;
         let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(Error::internal)?;
         let repair = self.repair(entry, disk_bytes > baked.disk_bytes);

@@ -1,0 +1,106 @@
+//! Saving a machine that runs on from a saved one: its devices, the pages that it has changed, and its disk, all of one
+//! instant.
+
+use std::fs::File;
+use std::io;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::machine::Machine;
+use crate::memory::GuestMemory;
+
+/// All of a save that waits for the host. A few GiB of changed memory are written in seconds.
+const COPY: Duration = Duration::from_secs(60);
+
+/// What a save is written to. The guest is quiet by then, and its disk was flushed just now.
+pub struct Save<F> {
+    /// Open for writing only; empty.
+    pub state: File,
+    /// A clone of [`Machine::base_memory`], made before: the pages that differ are written over it.
+    pub memory: File,
+    /// Runs while the machine stands still: the clone of its disk.
+    pub while_stopped: F,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Saved {
+    /// The machine has stood still since then.
+    pub stopped_since: Instant,
+    pub changed_pages: u64,
+    /// Written to the memory file: whole blocks around the changed pages.
+    pub changed_bytes: u64,
+    pub steps: Steps,
+}
+
+/// What a save took. All but the stop go on side by side.
+#[derive(Debug, Clone, Copy)]
+pub struct Steps {
+    pub stop: Duration,
+    pub state: Duration,
+    pub scan: Duration,
+    pub copy: Duration,
+    pub while_stopped: Duration,
+}
+
+impl Machine {
+    /// The memory that this machine started from, which nobody writes to any longer. It can be read and cloned even when
+    /// its name is gone.
+    ///
+    /// # Errors
+    /// The process is gone.
+    pub fn base_memory(&self) -> Result<File> {
+        GuestMemory::of(self.pid())
+            .and_then(|memory| memory.open_base())
+            .map_err(Error::host("open the memory of qemu"))
+    }
+
+    /// Writes the whole machine, which is stopped from then on, whatever the result: the caller resumes it. Nothing is
+    /// flushed to the disk.
+    ///
+    /// # Errors
+    /// What was written is of no use then. QEMU is gone; or the host's disk is full, or it fails.
+    pub async fn save<F>(&self, save: Save<F>) -> Result<Saved>
+    where
+        F: FnOnce() -> io::Result<()> + Send + 'static,
+    {
+        let Save { state, memory: target, while_stopped } = save;
+        let memory = GuestMemory::of(self.pid()).map_err(Error::host("find the memory of qemu"))?;
+        memory.check_clone(&target)?;
+        let stopped_since = Instant::now();
+        self.stop().await?;
+        let stop = stopped_since.elapsed();
+        let copying = tokio::task::spawn_blocking(move || -> io::Result<_> {
+            let begun = Instant::now();
+            let changed = memory.changed()?;
+            let scan = begun.elapsed();
+            memory.copy(&changed.blocks, &target)?;
+            Ok((changed, scan, begun.elapsed() - scan))
+        });
+        let cloning = tokio::task::spawn_blocking(move || {
+            let begun = Instant::now();
+            while_stopped().map(|()| begun.elapsed())
+        });
+        let devices = async {
+            let begun = Instant::now();
+            self.write_state(state).await.map(|()| begun.elapsed())
+        };
+        // All three are waited for: none may go on when the machine does.
+        let all = async { tokio::join!(devices, copying, cloning) };
+        let late = |_| Error::host("save a machine")(io::ErrorKind::TimedOut.into());
+        let (devices, copied, cloned) = tokio::time::timeout(COPY, all).await.map_err(late)?;
+        let state = devices?;
+        let copied = copied.map_err(|_| Error::Lost)?;
+        if self.has_exited() {
+            return Err(self.ended().await);
+        }
+        let (changed, scan, copy) = copied.map_err(Error::host("copy the memory of qemu"))?;
+        let cloned = cloned.map_err(|_| Error::Lost)?;
+        let while_stopped = cloned.map_err(Error::host("clone the disk of a machine"))?;
+        Ok(Saved {
+            stopped_since,
+            changed_pages: changed.pages,
+            changed_bytes: changed.blocks.iter().map(|block| block.end - block.start).sum(),
+            steps: Steps { stop, state, scan, copy, while_stopped },
+        })
+    }
+}
