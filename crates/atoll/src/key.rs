@@ -12,7 +12,7 @@ use crate::{
 /// Make, list and revoke keys
 #[derive(Subcommand)]
 pub(crate) enum KeyCommand {
-    Create(Create),
+    Create(Box<Create>),
     List(List),
     Revoke(Revoke),
 }

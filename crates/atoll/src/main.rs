@@ -5,6 +5,7 @@ mod demo;
 mod failure;
 mod interrupt;
 mod key;
+mod limits;
 mod logging;
 mod logs;
 mod output;

@@ -12,7 +12,7 @@ use clap::{Args, builder::FalseyValueParser};
 use server::Config;
 use tempfile::TempDir;
 
-use crate::failure::Failure;
+use crate::{failure::Failure, limits::Limits};
 
 #[derive(Args)]
 pub(crate) struct Settings {
@@ -39,12 +39,11 @@ pub(crate) struct Settings {
     /// Machines kept ready for each size that was used recently
     #[arg(long, env = "ATOLL_READY_MACHINES", value_name = "COUNT", default_value_t = 2)]
     ready_machines: usize,
-    /// Machines that may exist at once
-    #[arg(long, env = "ATOLL_MOST_MACHINES", value_name = "COUNT", default_value_t = 256)]
-    most_machines: usize,
     /// Serve /metrics without a key
     #[arg(long, env = "ATOLL_OPEN_METRICS", value_parser = FalseyValueParser::new())]
     open_metrics: bool,
+    #[command(flatten, next_help_heading = "Limits")]
+    limits: Limits,
 }
 
 impl Settings {
@@ -69,7 +68,7 @@ impl Settings {
             open_metrics: self.open_metrics,
             default_ttl: Duration::from_secs(self.default_ttl),
             ready_machines: self.ready_machines,
-            most_machines: self.most_machines,
+            capacity: self.limits.capacity(),
         })
     }
 

@@ -1,8 +1,10 @@
 //! The settings of a server, each with a default that suits one host.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{net::SocketAddr, num::NonZeroU32, path::PathBuf, time::Duration};
 
 use machine::network::Egress;
+
+use crate::sandbox::Limits;
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -23,11 +25,71 @@ pub struct Config {
     pub default_ttl: Duration,
     /// Machines kept ready for each size that was used recently.
     pub ready_machines: usize,
-    /// Machines that may exist at once.
+    pub capacity: Capacity,
+}
+
+/// How much of the host may be used, and how much of the server by one client.
+#[derive(Debug, Clone)]
+pub struct Capacity {
+    /// Machines that may run at once, beside those that stand ready.
     pub most_machines: usize,
+    /// Bytes of memory into which nothing is created. Default: by the host.
+    pub memory_reserve: Option<u64>,
+    /// How many times the memory beyond the reserve may be promised to guests.
+    pub memory_overcommit: f64,
+    /// Bytes of the pool into which nothing is created. Default: by the pool.
+    pub disk_reserve: Option<u64>,
+    /// Bodies and answers that the server holds whole, all together.
+    pub buffer_bytes: u64,
+    pub most_connections: usize,
+    /// Requests a second with one key. `None`: as many as it likes.
+    pub rate_limit: Option<NonZeroU32>,
+}
+
+impl Default for Capacity {
+    fn default() -> Self {
+        Self {
+            most_machines: 256,
+            memory_reserve: None,
+            memory_overcommit: 8.0,
+            disk_reserve: None,
+            buffer_bytes: 512 << 20,
+            most_connections: 4096,
+            rate_limit: None,
+        }
+    }
+}
+
+impl Capacity {
+    /// On a host with so many bytes of memory and on its pool.
+    pub(crate) fn limits(&self, memory: u64, pool: u64) -> Limits {
+        Limits {
+            machines: self.most_machines,
+            memory_reserve: self.memory_reserve.unwrap_or((memory / 10).min(4 << 30)),
+            memory_overcommit: self.memory_overcommit,
+            disk_reserve: self.disk_reserve.unwrap_or((pool / 20).min(10 << 30)),
+        }
+    }
 }
 
 impl Config {
+    /// At any port, in directories that do not exist.
+    #[cfg(test)]
+    pub(crate) fn testing() -> Self {
+        Self {
+            listen: ([127, 0, 0, 1], 0).into(),
+            data_dir: "/nowhere".into(),
+            cache_dir: "/nowhere".into(),
+            database: None,
+            egress_allow: Vec::new(),
+            api_key: None,
+            open_metrics: false,
+            default_ttl: Duration::from_secs(3600),
+            ready_machines: 0,
+            capacity: Capacity::default(),
+        }
+    }
+
     pub(crate) fn database_url(&self) -> String {
         let default = || format!("sqlite:{}", self.data_dir.join("atoll.sqlite").display());
         self.database.clone().unwrap_or_else(default)

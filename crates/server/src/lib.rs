@@ -18,7 +18,7 @@ pub mod template;
 
 pub use agent_binary::AGENT;
 pub use app::App;
-pub use config::Config;
+pub use config::{Capacity, Config};
 pub use error::Error;
 pub use local_key::create_key;
 pub use run::{prepare, run};

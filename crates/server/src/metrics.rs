@@ -1,6 +1,6 @@
 //! What the server counts, for Prometheus. Labels come from small fixed sets: never an id, a path or a key.
 
-use std::time::Duration;
+use std::{collections::BTreeMap, time::Duration};
 
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
@@ -23,6 +23,23 @@ pub struct Metrics {
     execs: IntCounterVec,
     pub(crate) file_bytes_read: IntCounter,
     pub(crate) file_bytes_written: IntCounter,
+}
+
+/// What is not counted as it happens, but looked at when someone asks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Figure {
+    pub(crate) name: &'static str,
+    pub(crate) help: &'static str,
+    pub(crate) value: u64,
+}
+
+/// What is looked at for one answer.
+#[derive(Debug, Default)]
+pub(crate) struct Figures {
+    pub(crate) sandboxes: BTreeMap<&'static str, usize>,
+    pub(crate) machines_ready: usize,
+    pub(crate) refused_creates: BTreeMap<&'static str, u64>,
+    pub(crate) capacity: Vec<Figure>,
 }
 
 /// How a command ended.
@@ -48,7 +65,7 @@ impl Metrics {
     }
 
     fn registered() -> Result<Self, prometheus::Error> {
-        let registry = Registry::new_custom(Some("atoll".to_owned()), None)?;
+        let registry = new_registry()?;
         let latency =
             |name: &str, help: &str| HistogramOpts::new(name, help).buckets(BUCKETS.to_vec());
         let metrics = Self {
@@ -121,25 +138,46 @@ impl Metrics {
         self.execs.with_label_values(&[label]).inc();
     }
 
-    /// Everything in Prometheus's text format; what is not counted as it happens is given here.
-    pub(crate) fn text(
-        &self,
-        sandboxes: impl IntoIterator<Item = (&'static str, usize)>,
-        machines_ready: usize,
-    ) -> String {
+    /// Everything in Prometheus's text format.
+    pub(crate) fn text(&self, figures: &Figures) -> String {
         self.sandboxes.reset();
-        for (state, count) in sandboxes {
+        for (state, count) in &figures.sandboxes {
             self.sandboxes
                 .with_label_values(&[state])
-                .set(i64::try_from(count).unwrap_or(i64::MAX));
+                .set(i64::try_from(*count).unwrap_or(i64::MAX));
         }
-        self.machines_ready.set(i64::try_from(machines_ready).unwrap_or(i64::MAX));
+        self.machines_ready.set(i64::try_from(figures.machines_ready).unwrap_or(i64::MAX));
+        let mut families = self.registry.gather();
+        match looked_at(figures) {
+            Ok(registry) => families.extend(registry.gather()),
+            Err(error) => tracing::warn!(%error, "figures cannot be told"),
+        }
         let mut text = Vec::new();
-        if let Err(error) = TextEncoder::new().encode(&self.registry.gather(), &mut text) {
+        if let Err(error) = TextEncoder::new().encode(&families, &mut text) {
             tracing::warn!(%error, "metrics cannot be written");
         }
         String::from_utf8(text).unwrap_or_default()
     }
+}
+
+fn looked_at(figures: &Figures) -> Result<Registry, prometheus::Error> {
+    let registry = new_registry()?;
+    for figure in &figures.capacity {
+        let gauge = IntGauge::new(figure.name, figure.help)?;
+        gauge.set(i64::try_from(figure.value).unwrap_or(i64::MAX));
+        registry.register(Box::new(gauge))?;
+    }
+    let help = "Creates refused, by what was short on the host.";
+    let refused = IntCounterVec::new(Opts::new("creates_refused_total", help), &["short"])?;
+    for (short, count) in &figures.refused_creates {
+        refused.with_label_values(&[short]).inc_by(*count);
+    }
+    registry.register(Box::new(refused))?;
+    Ok(registry)
+}
+
+fn new_registry() -> Result<Registry, prometheus::Error> {
+    Registry::new_custom(Some("atoll".to_owned()), None)
 }
 
 #[cfg(test)]
@@ -151,12 +189,20 @@ mod tests {
         let metrics = Metrics::default();
         metrics.answered("GET", "/v1/sandboxes/{id}", 404, Duration::from_millis(2));
         metrics.exec_ended(ExecEnd::TimedOut);
-        let text = metrics.text([("running", 3)], 2);
+        let free = Figure { name: "disk_free_bytes", help: "Free room.", value: 5 };
+        let text = metrics.text(&Figures {
+            sandboxes: BTreeMap::from([("running", 3)]),
+            machines_ready: 2,
+            refused_creates: BTreeMap::from([("memory", 4)]),
+            capacity: vec![free],
+        });
         for line in [
             r#"atoll_http_requests_total{method="GET",route="/v1/sandboxes/{id}",status="404"} 1"#,
             r#"atoll_execs_total{end="timed_out"} 1"#,
             r#"atoll_sandboxes{state="running"} 3"#,
             "atoll_machines_ready 2",
+            r#"atoll_creates_refused_total{short="memory"} 4"#,
+            "atoll_disk_free_bytes 5",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

@@ -67,7 +67,7 @@ pub async fn run(
         pool: Arc::clone(&pool),
         sites: ground.sites.clone(),
     };
-    let sandboxes = Sandboxes::new(parts, &config);
+    let sandboxes = Sandboxes::new(parts, &config)?;
     sandboxes.recover().await?;
     let (keys, first_key) =
         Keys::open(ground.db.clone(), ground.clock.clone(), config.api_key.clone()).await?;

@@ -27,7 +27,7 @@ use tower::Service;
 use utoipa::ToSchema;
 
 use super::body::ok;
-use crate::App;
+use crate::{App, metrics::Figures};
 
 const MOST_CONNECTIONS: usize = 4096;
 /// For the head of a request, and between two on one connection.
@@ -139,6 +139,11 @@ pub(super) async fn openapi_json() -> impl IntoResponse {
 /// Figures for Prometheus.
 #[utoipa::path(get, path = "/metrics", tag = "server", responses((status = 200, body = String, content_type = "text/plain")))]
 pub(super) async fn metrics(State(app): State<Arc<App>>) -> impl IntoResponse {
-    let text = app.metrics.text(app.sandboxes.count_by_status(), app.sandboxes.ready_machines());
+    let text = app.metrics.text(&Figures {
+        sandboxes: app.sandboxes.count_by_status(),
+        machines_ready: app.sandboxes.ready_machines(),
+        refused_creates: app.sandboxes.refused_creates(),
+        capacity: app.sandboxes.capacity_figures(),
+    });
     ([(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"))], text)
 }

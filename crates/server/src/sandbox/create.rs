@@ -10,6 +10,7 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     bake::{BAKE_PATIENCE, Size},
+    capacity::Need,
     driver::StartOrder,
     registry::Entry,
     state::{State, Target},
@@ -170,7 +171,8 @@ impl Sandboxes {
         let patience = BAKE_PATIENCE.saturating_sub(began.elapsed());
         let baked = self.bakes.get(&template, &size, patience).await?;
 
-        let place = self.admit(BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
+        let need = Need::of_clone(memory_mb << 20);
+        let admitted = self.admit(need, BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
         let row = SandboxRow {
             id: SandboxId::random(),
             account: account.clone(),
@@ -194,11 +196,10 @@ impl Sandboxes {
         let entry = Arc::new(Entry::new(row));
         self.registry.insert(&entry);
         let started = entry.watch_start();
-        self.tasks
-            .spawn(Arc::clone(self).drive(Arc::clone(&entry), Some(StartOrder { baked, began })));
-        let outcome = started.await.map_err(|_| Error::internal("the sandbox's driver ended"))?;
-        drop(place);
-        outcome?;
+        self.tasks.spawn(
+            Arc::clone(self).drive(Arc::clone(&entry), Some(StartOrder { baked, began, admitted })),
+        );
+        started.await.map_err(|_| Error::internal("the sandbox's driver ended"))??;
         if entry.look(|row| row.target) == Target::Deleted {
             return Err(Error::conflict("the sandbox was deleted while it was being created"));
         }

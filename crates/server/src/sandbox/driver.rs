@@ -15,6 +15,7 @@ use tokio::time::Instant;
 
 use super::{
     Sandboxes,
+    admission::Admitted,
     bake::Baked,
     pool::Ready,
     registry::{Entry, locked},
@@ -55,6 +56,8 @@ impl Inside {
 pub(crate) struct StartOrder {
     pub(crate) baked: Arc<Baked>,
     pub(crate) began: Instant,
+    /// Held until the machine runs, or is given back.
+    pub(crate) admitted: Admitted,
 }
 
 /// Waits for a running sandbox's machine to end by itself.
@@ -81,7 +84,9 @@ impl Sandboxes {
                             .await;
                         continue;
                     };
-                    match self.start(&entry, order).await {
+                    let started = self.start(&entry, &order).await;
+                    drop(order.admitted);
+                    match started {
                         Ok(()) => {
                             tracing::info!(sandbox = %id, boot_ms = entry.look(|row| row.boot_ms), "running");
                             entry.announce_start(Ok(()));
@@ -119,7 +124,7 @@ impl Sandboxes {
         entry.announce_start(Err(error));
     }
 
-    async fn start(&self, entry: &Entry, order: StartOrder) -> Result<(), Error> {
+    async fn start(&self, entry: &Entry, order: &StartOrder) -> Result<(), Error> {
         let ready = self.pool.take(&order.baked).await?;
         let Ready { site, prepared } = ready;
         let disk_bytes = entry.look(|row| row.disk_mb) << 20;
@@ -211,6 +216,7 @@ impl Sandboxes {
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
             site.remove().await;
         }
+        self.admission.look_again();
     }
 
     /// A change that is true already has to reach its row, however long the database is away.
@@ -246,6 +252,7 @@ impl Sandboxes {
             self.tasks.spawn(site.remove_network());
         }
         self.remove_files(entry).await;
+        self.admission.look_again();
         while let Err(error) = self.db.delete_sandbox(&id).await {
             tracing::error!(sandbox = %id, cause = error.causes(), "failed to delete a sandbox's row");
             tokio::select! {

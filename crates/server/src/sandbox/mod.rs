@@ -2,12 +2,15 @@
 //!
 //! A request only sets a row's target; the sandbox's own driver takes the steps. The rules are in [`state`].
 
+mod admission;
 mod bake;
+mod capacity;
 mod create;
 mod driver;
 mod exec;
 mod expiry;
 mod files;
+mod host_memory;
 mod logs;
 mod pool;
 mod recovery;
@@ -25,20 +28,20 @@ use std::{
 
 use api::{AccountId, ErrorCode, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
 use machine::guest::Guest;
-use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 #[cfg(test)]
 pub(crate) use self::exec::watch_again;
+use self::{admission::Admission, create::ttl_of, host_memory::HostMemory, state::Wish};
 pub(crate) use self::{
     bake::{Bakes, Size},
+    capacity::Limits,
     create::{DEFAULT_TEMPLATE, check_environment},
     pool::Pool,
     registry::Registry,
     site::{Sites, Slots},
     state::{State, Target},
 };
-use self::{create::ttl_of, state::Wish};
 pub use self::{
     exec::{ExecEvent, ExecWatch},
     files::{DirEntries, FileContent, Read, Written, too_large},
@@ -48,8 +51,6 @@ use crate::{Error, clock::Clock, db::Db, template::Templates};
 
 /// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
 const DELETE_DEADLINE: Duration = Duration::from_secs(60);
-/// Restores at once: each keeps a core busy.
-const MOST_STARTS: usize = 16;
 /// A list's page, when the client names no size, is everything; named, it is at most this.
 const LONGEST_PAGE: usize = 1000;
 
@@ -62,8 +63,7 @@ pub struct Sandboxes {
     bakes: Arc<Bakes>,
     pool: Arc<Pool>,
     sites: Sites,
-    starts: Semaphore,
-    most: usize,
+    admission: Arc<Admission>,
     tasks: TaskTracker,
     closed: CancellationToken,
 }
@@ -97,8 +97,19 @@ pub struct Running {
 }
 
 impl Sandboxes {
-    pub(crate) fn new(parts: Parts, config: &crate::Config) -> Arc<Self> {
-        Arc::new(Self {
+    /// # Errors
+    /// The host cannot be measured.
+    pub(crate) fn new(parts: Parts, config: &crate::Config) -> Result<Arc<Self>, Error> {
+        let memory = HostMemory::measure().map_err(Error::from_start)?;
+        let room = store::pool::room(parts.sites.layout.data()).map_err(Error::from_start)?;
+        let limits = config.capacity.limits(memory.total, room.total_bytes);
+        tracing::info!(
+            ?limits,
+            memory = memory.total,
+            pool = room.total_bytes,
+            "measured the host"
+        );
+        Ok(Arc::new(Self {
             db: parts.db,
             clock: parts.clock,
             default_ttl: config.default_ttl,
@@ -107,11 +118,10 @@ impl Sandboxes {
             bakes: parts.bakes,
             pool: parts.pool,
             sites: parts.sites,
-            starts: Semaphore::new(MOST_STARTS),
-            most: config.most_machines,
+            admission: Admission::new(limits),
             tasks: TaskTracker::new(),
             closed: CancellationToken::new(),
-        })
+        }))
     }
 
     pub(crate) fn accelerator_name(&self) -> String {
@@ -260,23 +270,6 @@ impl Sandboxes {
                 reason
             }
             Ok(_) | Err(_) => error,
-        }
-    }
-
-    /// Room for one more, and a turn to start it.
-    async fn admit(&self, patience: Duration) -> Result<SemaphorePermit<'_>, Error> {
-        let full = || {
-            Error::busy(
-                "the host runs as many sandboxes as it is set to; delete some, or try again shortly",
-                5,
-            )
-        };
-        if self.registry.len() >= self.most {
-            return Err(full());
-        }
-        match tokio::time::timeout(patience, self.starts.acquire()).await {
-            Ok(Ok(permit)) => Ok(permit),
-            Ok(Err(_)) | Err(_) => Err(full()),
         }
     }
 

@@ -6,7 +6,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -29,6 +29,8 @@ const MOST_SIZES: usize = 4;
 const QUIET: Duration = Duration::from_millis(150);
 /// After a failure to start one ahead.
 const PAUSE: Duration = Duration::from_secs(5);
+/// After machines gave way to a create: others may follow.
+const GIVEN_WAY: Duration = Duration::from_secs(10);
 
 pub(crate) struct Ready {
     pub(crate) site: Site,
@@ -42,6 +44,10 @@ pub(crate) struct Pool {
     depth: usize,
     shelves: Mutex<HashMap<String, Shelf>>,
     creates: AtomicUsize,
+    /// Whether the host has room for machines that nobody uses yet.
+    has_room: AtomicBool,
+    /// No machine is started ahead before then.
+    not_before: Mutex<Instant>,
     changed: Notify,
     closed: tokio_util::sync::CancellationToken,
 }
@@ -70,6 +76,8 @@ impl Pool {
             depth,
             shelves: Mutex::default(),
             creates: AtomicUsize::new(0),
+            has_room: AtomicBool::new(true),
+            not_before: Mutex::new(Instant::now()),
             changed: Notify::new(),
             closed: tokio_util::sync::CancellationToken::new(),
         })
@@ -159,6 +167,13 @@ impl Pool {
             for ready in self.take_unwanted() {
                 ready.site.remove().await;
             }
+            if !self.has_room.load(Ordering::SeqCst) {
+                self.empty().await;
+                return;
+            }
+            if Instant::now() < *locked(&self.not_before) {
+                return;
+            }
             let Some(baked) = self.next_to_fill() else { return };
             match self.start(&baked).await {
                 Ok(ready) => self.put(&baked, ready).await,
@@ -222,15 +237,45 @@ impl Pool {
         unwanted
     }
 
-    async fn empty(&self) {
-        let all: Vec<_> =
-            { locked(&self.shelves).drain().flat_map(|(_, shelf)| shelf.ready).collect() };
+    /// The sizes stay wanted. How many machines there were.
+    async fn empty(&self) -> usize {
+        let all: Vec<_> = {
+            let mut shelves = locked(&self.shelves);
+            shelves.values_mut().flat_map(|shelf| std::mem::take(&mut shelf.ready)).collect()
+        };
+        let count = all.len();
         futures::future::join_all(all.into_iter().map(|ready| ready.site.remove())).await;
+        count
+    }
+
+    /// Ends what stands ready, for a create that needs the memory. How many machines that were.
+    pub(crate) async fn give_way(&self) -> usize {
+        *locked(&self.not_before) = Instant::now() + GIVEN_WAY;
+        self.empty().await
+    }
+
+    /// Whether machines may stand ready from now on; those that do are ended otherwise.
+    pub(crate) fn set_room(&self, has_room: bool) {
+        let had_room = self.has_room.swap(has_room, Ordering::SeqCst);
+        let is_time = { Instant::now() >= *locked(&self.not_before) };
+        if had_room != has_room {
+            tracing::info!(has_room, "whether machines stand ready has changed");
+        }
+        if had_room != has_room || (has_room && is_time && self.next_to_fill().is_some()) {
+            self.changed.notify_one();
+        }
     }
 
     /// Ends the filling; what stood ready is ended by the task that filled.
     pub(crate) fn close(&self) {
         self.closed.cancel();
+    }
+
+    /// Of those that stand ready.
+    pub(crate) fn pids(&self) -> Vec<u32> {
+        let shelves = locked(&self.shelves);
+        let ready = shelves.values().flat_map(|shelf| &shelf.ready);
+        ready.map(|ready| ready.prepared.pid()).collect()
     }
 
     /// How many stand ready.

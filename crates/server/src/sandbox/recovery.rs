@@ -36,6 +36,7 @@ impl Sandboxes {
         store::sweep::temporary(&self.sites.layout).map_err(Error::internal)?;
         self.tasks.spawn(Arc::clone(self).delete_expired());
         self.tasks.spawn(Arc::clone(&self.pool).keep_filled());
+        self.tasks.spawn(Arc::clone(self).watch_room());
         Ok(())
     }
 

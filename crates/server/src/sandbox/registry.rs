@@ -162,10 +162,6 @@ impl Registry {
     pub(crate) fn all(&self) -> Vec<Arc<Entry>> {
         self.entries.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
-
-    pub(crate) fn len(&self) -> usize {
-        self.entries.read().unwrap_or_else(PoisonError::into_inner).len()
-    }
 }
 
 pub(crate) fn not_found() -> Error {

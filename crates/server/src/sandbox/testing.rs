@@ -51,7 +51,7 @@ impl Sandboxes {
             pool: Pool::new(hypervisor, sites.clone(), 0),
             sites,
         };
-        Self::new(parts, config)
+        Self::new(parts, config).unwrap()
     }
 
     /// One that runs already, with this guest.

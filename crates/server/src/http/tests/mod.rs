@@ -140,16 +140,10 @@ async fn guest() -> Guest {
 
 fn config(directory: &std::path::Path) -> Config {
     Config {
-        listen: ([127, 0, 0, 1], 0).into(),
         data_dir: directory.to_owned(),
         cache_dir: directory.join("cache"),
-        database: None,
-        egress_allow: Vec::new(),
         api_key: Some(KEY.to_owned()),
-        open_metrics: false,
-        default_ttl: Duration::from_secs(3600),
-        ready_machines: 0,
-        most_machines: 16,
+        ..Config::testing()
     }
 }
 
