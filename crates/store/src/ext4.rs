@@ -41,8 +41,8 @@ pub fn make(image: &Path, size_mb: u64, label: &str, tree: Option<&Path>) -> Res
     Ok(())
 }
 
-/// Makes the file `image` of so many bytes, without any files in it. Blocks of 4 KiB also where ext4 would take smaller ones:
-/// with those a small disk could not grow far while it is mounted. The checksums' seed of its own lets
+/// Makes the file `image` of so many bytes, without any files in it. It can grow to 1 TiB at least while it is mounted,
+/// hence blocks of 4 KiB also where ext4 would take smaller ones. The checksums' seed of its own lets
 /// [`renew_identity`] change the UUID without rewriting them.
 pub(crate) fn make_volume(image: &Path, bytes: u64) -> Result<()> {
     let file = OpenOptions::new()
@@ -53,9 +53,11 @@ pub(crate) fn make_volume(image: &Path, bytes: u64) -> Result<()> {
         .map_err(Error::io("create", image))?;
     file.set_len(bytes).map_err(Error::io("set the size of", image))?;
     drop(file);
+    // A thousand times its size is what it can grow to by itself.
+    let grows_to = if bytes < 1 << 30 { ",resize=268435456" } else { "" };
     Tool::new("mke2fs", MAKE_VOLUME_DEADLINE)
-        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-O", "metadata_csum_seed"])
-        .args(["-E", "assume_storage_prezeroed=1,nodiscard"])
+        .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-m", "0", "-O", "metadata_csum_seed", "-E"])
+        .arg(format!("assume_storage_prezeroed=1,nodiscard{grows_to}"))
         .arg(image)
         .run()?;
     Ok(())

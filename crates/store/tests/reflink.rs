@@ -1,49 +1,21 @@
-//! Clones on a file system that can share blocks: XFS in a loop device. Needs root, as set-up and the server do.
+//! Clones on a file system that can share blocks.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests are outside of test functions")]
 
 use std::{
     fs::{self, File},
     os::unix::fs::FileExt,
-    path::{Path, PathBuf},
-    process::Command,
+    path::Path,
 };
+
+use pool::Xfs;
 
 use store::{
     clone::{Method, can_reflink, clone_file},
-    pool,
+    pool::{allocated_bytes, is_same_file_system, room},
 };
 
-struct Xfs {
-    directory: tempfile::TempDir,
-}
-
-impl Xfs {
-    fn mount() -> Self {
-        let xfs = Self { directory: tempfile::tempdir().unwrap() };
-        let image = xfs.directory.path().join("image");
-        File::create(&image).unwrap().set_len(400 << 20).unwrap();
-        fs::create_dir(xfs.path()).unwrap();
-        run(Command::new("mkfs.xfs").args(["-q", "-m", "reflink=1"]).arg(&image));
-        run(Command::new("mount").args(["-t", "xfs", "-o", "loop"]).arg(&image).arg(xfs.path()));
-        xfs
-    }
-
-    fn path(&self) -> PathBuf {
-        self.directory.path().join("mounted")
-    }
-}
-
-impl Drop for Xfs {
-    fn drop(&mut self) {
-        run(Command::new("umount").arg(self.path()));
-    }
-}
-
-fn run(command: &mut Command) {
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
-}
+mod pool;
 
 fn filled(path: &Path) -> Vec<u8> {
     let file = File::create(path).unwrap();
@@ -60,9 +32,9 @@ fn clones_share_their_blocks_until_one_is_written() {
     assert_eq!(fs::read_dir(xfs.path()).unwrap().count(), 0);
     let (source, target) = (xfs.path().join("source"), xfs.path().join("target"));
     let content = filled(&source);
-    let before = pool::room(&xfs.path()).unwrap();
+    let before = room(&xfs.path()).unwrap();
     assert_eq!(clone_file(&source, &target).unwrap(), Method::Reflink);
-    let after = pool::room(&xfs.path()).unwrap();
+    let after = room(&xfs.path()).unwrap();
     assert!(before.free_bytes - after.free_bytes < 4 << 20, "{before:?} {after:?}");
 
     let clone = File::options().read(true).write(true).open(&target).unwrap();
@@ -78,12 +50,12 @@ fn clones_share_their_blocks_until_one_is_written() {
 #[test]
 fn across_file_systems_a_clone_is_a_sparse_copy() {
     let (xfs, elsewhere) = (Xfs::mount(), tempfile::tempdir().unwrap());
-    assert!(!pool::is_same_file_system(&xfs.path(), elsewhere.path()).unwrap());
+    assert!(!is_same_file_system(&xfs.path(), elsewhere.path()).unwrap());
     let (source, target) = (xfs.path().join("source"), elsewhere.path().join("target"));
     let content = filled(&source);
     assert_eq!(clone_file(&source, &target).unwrap(), Method::Copy);
     assert_eq!(target.metadata().unwrap().len(), 1 << 30);
-    assert!(pool::allocated_bytes(&target).unwrap() < 80 << 20);
+    assert!(allocated_bytes(&target).unwrap() < 80 << 20);
     let mut copied = vec![0; content.len()];
     File::open(&target).unwrap().read_exact_at(&mut copied, 100 << 20).unwrap();
     assert!(copied == content);
