@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,12 +11,15 @@ use serde_json::json;
 use tokio::net::UnixStream;
 use tokio::time::Instant;
 
+use crate::cgroup::{Cgroups, Limits};
 use crate::disks::{self, Durability, RootDisk, VolumeDisk};
 use crate::error::{Error, Result};
 use crate::guest_kernel::KernelFiles;
+use crate::jail::Jail;
 use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET};
 use crate::process::{Launch, Process};
 use crate::qemu_args::{self, Inherited, Start, Verbosity};
+use crate::qemu_files;
 use crate::qmp::{PROMPT, Qmp};
 use crate::sockets;
 use crate::spec::{Accelerator, MachineSpec};
@@ -35,7 +38,8 @@ const LOAD_POLL: Duration = Duration::from_millis(1);
 /// QEMU on this host. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Hypervisor {
-    binary: Arc<Path>,
+    jail: Arc<Jail>,
+    cgroups: Arc<Cgroups>,
     version: Arc<str>,
 }
 
@@ -86,10 +90,11 @@ pub(crate) struct Started {
 }
 
 impl Hypervisor {
-    /// Blocks shortly, while QEMU says its version.
+    /// Blocks shortly, while QEMU says its version and what it needs is put together. An upgrade of QEMU has no effect on
+    /// the machines of this hypervisor; the next one finds it.
     ///
     /// # Errors
-    /// There is none, or it is too old.
+    /// There is none, it is too old, or this process may not make namespaces.
     pub fn find() -> Result<Self> {
         let paths = std::env::var_os("PATH").unwrap_or_default();
         let binary = std::env::split_paths(&paths)
@@ -107,7 +112,9 @@ impl Hypervisor {
             .to_owned();
         match release(&version) {
             Some(release) if release >= OLDEST => {
-                Ok(Self { binary: binary.into(), version: version.into() })
+                let jail = Jail::new(&binary, &qemu_files::data(&binary)?)?;
+                let cgroups = Cgroups::find();
+                Ok(Self { jail: jail.into(), cgroups: cgroups.into(), version: version.into() })
             }
             Some(_) | None => Err(Error::QemuTooOld { version }),
         }
@@ -178,6 +185,7 @@ impl Hypervisor {
     /// [`Error::NoMachine`] when its process is gone.
     pub async fn adopt(place: &Place) -> Result<Machine> {
         let process = Process::adopt(&place.directory, place.uid)?;
+        process.settle();
         let qmp =
             Qmp::connect(sockets::connect(&place.directory, QMP_SOCKET).await?, PROMPT).await?;
         let channel = sockets::connect(&place.directory, GUEST_SOCKET).await?;
@@ -209,7 +217,8 @@ impl Hypervisor {
             }
             None => None,
         };
-        let (binary, spec, process_directory) = (self.binary.clone(), *spec, directory.clone());
+        let (jail, cgroups) = (self.jail.clone(), self.cgroups.clone());
+        let (spec, process_directory) = (*spec, directory.clone());
         let process = tokio::task::spawn_blocking(move || {
             let tap = tap.map_or_else(Tap::unconnected, Ok).map_err(Error::host("make a tap"))?;
             let inherited = Inherited {
@@ -233,8 +242,10 @@ impl Hypervisor {
             };
             let arguments = qemu_args::process(&spec, &inherited, &start);
             let (directory, inherited) = (&process_directory, &descriptors);
-            Process::start(&Launch {
-                binary: &binary,
+            let group = cgroups.create(uid, &Limits::of(&spec))?;
+            Process::start(Launch {
+                jail: &jail,
+                group,
                 arguments,
                 directory,
                 uid,
@@ -263,7 +274,15 @@ impl Started {
             }
             Ok((qmp, channel))
         };
-        match explained(&process, connected).await {
+        let connected = explained(&process, connected).await;
+        // It waits for commands now, so it has read all the files it needs.
+        let (process, closed) = tokio::task::spawn_blocking(move || {
+            let closed = process.close_jail();
+            (process, closed)
+        })
+        .await
+        .map_err(|_| Error::Lost)?;
+        match connected.and_then(|connected| closed.map(|()| connected)) {
             Ok((qmp, channel)) => Ok(Self { process, qmp, channel, directory }),
             Err(error) => {
                 process.kill().await?;

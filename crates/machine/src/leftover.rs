@@ -7,6 +7,7 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 use tokio::io::unix::AsyncFd;
 use tokio::time::Instant;
 
+use crate::cgroup::Group;
 use crate::error::{Error, Result};
 
 /// Memory of many GiB takes the kernel a while to take back.
@@ -23,6 +24,7 @@ pub async fn kill_all_of(uid: u32) -> Result<usize> {
         // The descriptor is held, so the number cannot pass to another process behind the comparison.
         let Ok(pidfd) = rustix::process::pidfd_open(pid, PidfdFlags::NONBLOCK) else { continue };
         let still_theirs = owner(pid) == Some(uid);
+        let group = Group::of(pid.as_raw_nonzero().get().unsigned_abs());
         if !still_theirs || rustix::process::pidfd_send_signal(&pidfd, Signal::KILL).is_err() {
             continue;
         }
@@ -35,6 +37,8 @@ pub async fn kill_all_of(uid: u32) -> Result<usize> {
         let gone =
             gone.map_err(|_| Error::host("kill a process")(std::io::ErrorKind::TimedOut.into()))?;
         drop(gone.map_err(Error::host("watch a process"))?);
+        // As a rule it is empty at once; a server that watches the process removes it as well.
+        let _ = tokio::task::spawn_blocking(move || group.remove()).await;
     }
     Ok(killed)
 }

@@ -1,11 +1,13 @@
 //! One QEMU virtual machine: its description, its process, its network and the host end of the guest channel.
 //! Knows nothing of sandboxes, HTTP or where files lie: descriptors and directories are given to it.
 
+mod cgroup;
 mod disks;
 mod error;
 pub mod guest;
 mod guest_kernel;
 pub mod hypervisor;
+mod jail;
 mod leftover;
 mod machine;
 mod memory;
@@ -13,12 +15,14 @@ pub mod network;
 mod probe;
 mod process;
 mod qemu_args;
+mod qemu_files;
 mod qmp;
 mod snapshot;
 mod sockets;
 pub mod spec;
 mod tap;
 
+pub use cgroup::remove_groups;
 pub use disks::{Durability, RootDisk, VolumeDisk};
 pub use error::{Error, Result};
 pub use guest::Guest;

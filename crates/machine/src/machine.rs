@@ -103,6 +103,7 @@ impl Machine {
     /// QEMU refuses or is gone. The first time after a load also [`Error::Locked`].
     pub async fn resume(&self) -> Result<()> {
         self.run("cont", json!({})).await.map_err(Error::or_locked)?;
+        self.process.settle();
         let grown = self.link().grown;
         if let Some(size) = grown {
             explained(&self.process, disks::resize(&self.qmp, ROOT_NODE, size)).await?;

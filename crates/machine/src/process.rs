@@ -2,41 +2,42 @@
 //!
 //! It outlives the server: it has a session of its own, its sockets lie in its directory, and what it writes to standard
 //! error goes to a pipe that neither blocks it nor grows. It never owns a file by name: all it uses is inherited.
-#![expect(unsafe_code, reason = "the child's privileges are dropped between fork and exec")]
+#![expect(unsafe_code, reason = "a descriptor is watched by one who does not own it")]
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use nix::fcntl::{FcntlArg, FdFlag, OFlag, fcntl};
-use nix::sys::resource::{Resource, setrlimit};
-use nix::unistd::{Gid, Uid};
+use nix::fcntl::OFlag;
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use tokio::io::unix::AsyncFd;
 use tokio::net::unix::pipe;
 use tokio::sync::watch;
 
+use crate::cgroup::Group;
 use crate::error::{Error, Result};
+use crate::jail::{self, Inmate, Jail};
 
 const PID_FILE: &str = "qemu.pid";
 /// What is kept of standard error: its end.
 const STDERR_BYTES: usize = 8 * 1024;
-const OPEN_FILES: u64 = 1024;
 /// A killed process is gone once the kernel has let go of its memory.
 const DEATH: Duration = Duration::from_secs(20);
+/// From when a guest runs until its processor time is limited: the pages that a restored machine touches first come from
+/// the host's files, which is not its doing.
+const SETTLED: Duration = Duration::from_secs(2);
 
 /// How a process is started. Not in the child's environment or arguments: nothing secret is needed there.
 pub(crate) struct Launch<'a> {
-    pub(crate) binary: &'a Path,
+    pub(crate) jail: &'a Jail,
+    pub(crate) group: Group,
     pub(crate) arguments: Vec<String>,
     pub(crate) directory: &'a Path,
     /// Also the group. No other process may have it.
@@ -55,6 +56,8 @@ pub(crate) struct Process {
     exit: watch::Receiver<Option<Exit>>,
     stderr: Arc<Mutex<VecDeque<u8>>>,
     outlives: AtomicBool,
+    group: Group,
+    is_settled: AtomicBool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,32 +79,35 @@ impl fmt::Display for Exit {
 }
 
 impl Process {
-    /// Blocks while the child is made.
-    pub(crate) fn start(launch: &Launch<'_>) -> Result<Self> {
-        let spawn_error = |source| Error::Spawn { directory: launch.directory.into(), source };
-        // Not blocking: when nobody reads, what does not fit is dropped. With no reader, writes fail, which QEMU ignores.
-        let (stderr, child_stderr) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)
-            .map_err(|errno| spawn_error(errno.into()))?;
-        let (uid, netns, inherited) =
-            (launch.uid, launch.netns.as_raw_fd(), launch.inherited.to_vec());
-        let mut command = std::process::Command::new(launch.binary);
-        command
-            .args(&launch.arguments)
-            .env_clear()
-            // One arena: QEMU's few threads do not need more, and each costs memory in every machine.
-            .env("MALLOC_ARENA_MAX", "1")
-            .current_dir("/")
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(child_stderr);
-        // SAFETY: between fork and exec only system calls are made; nothing allocates or takes a lock.
-        unsafe { command.pre_exec(move || become_unprivileged(uid, netns, &inherited)) };
-        let child = command.spawn().map_err(spawn_error)?;
-        drop(command);
-        let pid = child.id();
-        let process = Self::watch(pid, launch.directory, Some(stderr))?;
-        process.write_pid_file()?;
-        Ok(process)
+    /// Blocks while the child is made. Its group is removed with it, also when it cannot be made.
+    pub(crate) fn start(launch: Launch<'_>) -> Result<Self> {
+        let Launch { jail, group, arguments, directory, uid, netns, inherited } = launch;
+        let made = || {
+            // Not blocking: when nobody reads, what does not fit is dropped. With no reader, writes fail, which QEMU
+            // ignores.
+            let (stderr, child_stderr) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
+            let groups = group.doors().map_err(io::Error::other)?;
+            let inmate = Inmate {
+                arguments: &arguments,
+                uid,
+                netns,
+                groups: &groups,
+                stderr: &child_stderr,
+                inherited,
+            };
+            Ok((jail.start(&inmate)?, stderr))
+        };
+        match made() {
+            Ok((child, stderr)) => {
+                let process = Self::watch(child.pid, child.pidfd, directory, Some(stderr), group)?;
+                process.write_pid_file()?;
+                Ok(process)
+            }
+            Err(source) => {
+                group.remove();
+                Err(Error::Spawn { directory: directory.into(), source })
+            }
+        }
     }
 
     /// Finds a process that an earlier server started, and makes sure that it is that one.
@@ -115,7 +121,10 @@ impl Process {
         };
         let mut words = text.split_whitespace();
         let pid: u32 = words.next().and_then(|word| word.parse().ok()).ok_or_else(missing)?;
-        let process = Self::watch(pid, directory, None).map_err(|_| missing())?;
+        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or_else(missing)?;
+        let pidfd =
+            rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK).map_err(|_| missing())?;
+        let process = Self::watch(pid, pidfd, directory, None, Group::of(pid))?;
         process.outlive();
         // The descriptor is held, so the number cannot pass to another process behind this comparison.
         let is_ours = words.eq(identity(pid).unwrap_or_default().split_whitespace())
@@ -124,10 +133,13 @@ impl Process {
         if is_ours { Ok(process) } else { Err(missing()) }
     }
 
-    fn watch(pid: u32, directory: &Path, stderr: Option<OwnedFd>) -> Result<Self> {
-        let raw = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(Error::Lost)?;
-        let open = || rustix::process::pidfd_open(raw, PidfdFlags::NONBLOCK);
-        let pidfd = open().map_err(|errno| Error::host("watch qemu")(errno.into()))?;
+    fn watch(
+        pid: u32,
+        pidfd: OwnedFd,
+        directory: &Path,
+        stderr: Option<OwnedFd>,
+        group: Group,
+    ) -> Result<Self> {
         // After a restart the pipe is found through the process that still holds it.
         let stderr = stderr.map(File::from).or_else(|| {
             use std::os::unix::fs::OpenOptionsExt;
@@ -140,9 +152,37 @@ impl Process {
         // SAFETY: it owns the descriptor, and nothing takes it out.
         let watched = unsafe { AsyncFd::register(watched) };
         let watched = watched.map_err(|error| Error::host("watch qemu")(error.into()))?;
-        tokio::spawn(keep_stderr_until_the_end(watched, stderr, kept.clone(), end));
-        let outlives = AtomicBool::new(false);
-        Ok(Self { pid, pidfd, directory: directory.into(), exit, stderr: kept, outlives })
+        tokio::spawn(keep_stderr_until_the_end(watched, stderr, kept.clone(), group.clone(), end));
+        Ok(Self {
+            pid,
+            pidfd,
+            directory: directory.into(),
+            exit,
+            stderr: kept,
+            outlives: AtomicBool::new(false),
+            group,
+            is_settled: AtomicBool::new(false),
+        })
+    }
+
+    /// Once it has started, and before a guest runs: takes away the files that it started from. Blocks shortly.
+    pub(crate) fn close_jail(&self) -> Result<()> {
+        jail::close(&self.pidfd).map_err(Error::host("take qemu's files away from it"))
+    }
+
+    /// A guest runs: soon it has no more processor time than it was given.
+    pub(crate) fn settle(&self) {
+        if self.is_settled.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let (group, exit) = (self.group.clone(), self.exit());
+        tokio::spawn(async move {
+            if tokio::time::timeout(SETTLED, exit).await.is_err()
+                && let Err(error) = group.limit_processor()
+            {
+                tracing::warn!(%error, "the processor time of a virtual machine is not limited");
+            }
+        });
     }
 
     fn write_pid_file(&self) -> Result<()> {
@@ -222,6 +262,7 @@ async fn keep_stderr_until_the_end(
     pidfd: AsyncFd<OwnedFd>,
     stderr: Option<File>,
     kept: Arc<Mutex<VecDeque<u8>>>,
+    group: Group,
     end: watch::Sender<Option<Exit>>,
 ) {
     let mut stderr = stderr.and_then(|file| pipe::Receiver::from_file(file).ok());
@@ -257,6 +298,8 @@ async fn keep_stderr_until_the_end(
         // An adopted process is not our child.
         Ok(None) | Err(_) => Exit::Unknown,
     };
+    // Before anybody learns of the end, so that who waits for it finds nothing left.
+    let _ = tokio::task::spawn_blocking(move || group.remove()).await;
     let _ = end.send(Some(exit));
 }
 
@@ -299,31 +342,4 @@ fn identity(pid: u32) -> io::Result<String> {
 
 pub(crate) fn host_boot_id() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
-}
-
-/// Runs in the child, between fork and exec.
-fn become_unprivileged(uid: u32, netns: RawFd, inherited: &[RawFd]) -> io::Result<()> {
-    nix::unistd::setsid()?;
-    // SAFETY: the descriptor is open: its owner outlives the spawn.
-    let netns = unsafe { std::os::fd::BorrowedFd::borrow_raw(netns) };
-    nix::sched::setns(netns, nix::sched::CloneFlags::CLONE_NEWNET)?;
-    nix::unistd::setgroups(&[])?;
-    nix::unistd::setresgid(Gid::from_raw(uid), Gid::from_raw(uid), Gid::from_raw(uid))?;
-    nix::unistd::setresuid(Uid::from_raw(uid), Uid::from_raw(uid), Uid::from_raw(uid))?;
-    nix::sys::prctl::set_no_new_privs()?;
-    setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
-    setrlimit(Resource::RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES)?;
-    // Whatever a library may have opened without it: nothing but the standard streams passes by accident.
-    // SAFETY: only a flag of descriptors is changed.
-    if unsafe { libc::close_range(3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC.cast_signed()) }
-        != 0
-    {
-        return Err(io::Error::last_os_error());
-    }
-    for &descriptor in inherited {
-        // SAFETY: as above, these are open.
-        let descriptor = unsafe { std::os::fd::BorrowedFd::borrow_raw(descriptor) };
-        fcntl(descriptor, FcntlArg::F_SETFD(FdFlag::empty()))?;
-    }
-    Ok(())
 }
