@@ -5,7 +5,6 @@ mod body;
 mod edge;
 mod etag;
 mod execs;
-mod fields;
 mod files;
 mod keys;
 mod logs;

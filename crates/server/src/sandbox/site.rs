@@ -105,6 +105,12 @@ impl Sites {
                 store::machine_files::remove(&self.layout, slot).map_err(Error::internal)?;
             }
         }
+        let uids = self.uid(0)..=self.uid(SLOTS - 1);
+        let kept_uids: BTreeSet<u32> = kept.iter().map(|slot| self.uid(*slot)).collect();
+        let swept = tokio::task::spawn_blocking(move || {
+            machine::remove_groups(&uids, |uid| kept_uids.contains(&uid))
+        });
+        swept.await.map_err(Error::internal)?.map_err(Error::internal)?;
         self.networks.sweep(kept).await.map_err(Error::internal)?;
         Ok(())
     }
