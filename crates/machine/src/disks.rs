@@ -4,6 +4,9 @@
 //! broken off has left in a set would be opened by the next.
 
 use std::fs::File;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
@@ -84,8 +87,8 @@ pub(crate) async fn put_root(qmp: &Qmp, disk: File, durability: Durability) -> R
 }
 
 /// After the load, whether the guest runs or not: a lock is taken at once then. When it fails, the slot is as it was.
-pub(crate) async fn attach(qmp: &Qmp, slot: u8, volume: VolumeDisk) -> Result<()> {
-    let slot = Slot::of(slot)?;
+pub(crate) async fn attach(qmp: &Qmp, number: u8, volume: VolumeDisk) -> Result<()> {
+    let slot = Slot::of(number)?;
     let VolumeDisk { file, read_only, bytes } = volume;
     if read_only != (slot.access == Access::ReadOnly) {
         return Err(Error::Unfit(format!(
@@ -106,26 +109,44 @@ pub(crate) async fn attach(qmp: &Qmp, slot: u8, volume: VolumeDisk) -> Result<()
     // QEMU has its own copy from here on, or none.
     qmp.remove_descriptor(set).await?;
     added?;
-    let shown = async {
-        put_behind(qmp, &slot.device, &slot.node()).await?;
-        // Only this tells the guest.
-        resize(qmp, &slot.node(), bytes).await
-    };
-    if let Err(error) = shown.await {
-        empty(qmp, &slot).await?;
+    if let Err(error) = put_behind(qmp, &slot.device, &slot.node()).await {
+        remove_node(qmp, slot.node()).await?;
         return Err(error.or_locked());
+    }
+    // Only this tells a guest whose driver holds the device. Of a read-only disk it is refused: there the driver has to
+    // take hold of the device anew.
+    if !read_only && let Err(error) = resize(qmp, &slot.node(), bytes).await {
+        detach(qmp, number).await?;
+        return Err(error);
     }
     Ok(())
 }
 
 /// The guest must have let go of it.
 pub(crate) async fn detach(qmp: &Qmp, slot: u8) -> Result<()> {
-    empty(qmp, &Slot::of(slot)?).await
+    let slot = Slot::of(slot)?;
+    // A fresh one: that of the start may have become read-only meanwhile, and an empty slot's is still in use, by which
+    // this ends here. To put a node behind a device that has it would end QEMU.
+    let _ = remove_node(qmp, slot.empty_node()).await;
+    let read_only = slot.access == Access::ReadOnly;
+    let empty = json!({ "driver": "null-co", "node-name": slot.empty_node(), "size": 0, "read-zeroes": true, "read-only": read_only });
+    qmp.run("blockdev-add", empty).await?;
+    put_behind(qmp, &slot.device, &slot.empty_node()).await?;
+    remove_node(qmp, slot.node()).await
 }
 
-async fn empty(qmp: &Qmp, slot: &Slot) -> Result<()> {
-    put_behind(qmp, &slot.device, &slot.empty_node()).await?;
-    qmp.run("blockdev-del", json!({ "node-name": slot.node() })).await.map(drop)
+async fn remove_node(qmp: &Qmp, node: String) -> Result<()> {
+    qmp.run("blockdev-del", json!({ "node-name": node })).await.map(drop)
+}
+
+/// Takes the locks of all disks. From QEMU 10.0 on, a load leaves that to whatever makes the machine run; before, it has
+/// done so.
+pub(crate) async fn lock_all(qmp: &Qmp) -> Result<()> {
+    match qmp.run("blockdev-set-active", json!({ "active": true })).await {
+        Err(Error::QmpRefused { reason, .. }) if reason.contains("has not been found") => Ok(()),
+        Err(error) => Err(error.or_locked()),
+        Ok(_) => Ok(()),
+    }
 }
 
 /// Tells the guest that the file has grown. `bytes` is the file's length.
@@ -150,4 +171,40 @@ pub(crate) async fn resize(qmp: &Qmp, node: &str, bytes: u64) -> Result<()> {
 async fn put_behind(qmp: &Qmp, device: &str, node: &str) -> Result<()> {
     let link: Value = json!({ "path": format!("/machine/peripheral/{device}"), "property": "drive", "value": node });
     qmp.run("qom-set", link).await.map(drop)
+}
+
+/// What was written when this is over is not waited for on the disk itself: only a flush makes it durable.
+pub(crate) fn write_back(pid: u32) -> io::Result<()> {
+    /// Less is not noticed in the pause of a snapshot.
+    const SHORT: Duration = Duration::from_millis(5);
+    const ROUNDS: usize = 20;
+    let files = written_by(pid)?;
+    for _ in 0..ROUNDS {
+        let begun = Instant::now();
+        for file in &files {
+            rustix::fs::fdatasync(file)?;
+        }
+        if begun.elapsed() < SHORT {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The files that a process has open for writing.
+fn written_by(pid: u32) -> io::Result<Vec<File>> {
+    let mut files: Vec<(u64, u64, File)> = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
+        let path = entry?.path();
+        // It may have been closed since.
+        let Ok(metadata) = std::fs::metadata(&path) else { continue };
+        let is_written =
+            std::fs::symlink_metadata(&path).is_ok_and(|link| link.mode() & 0o200 != 0);
+        let (device, inode) = (metadata.dev(), metadata.ino());
+        let is_known = files.iter().any(|known| (known.0, known.1) == (device, inode));
+        if metadata.is_file() && is_written && !is_known {
+            files.push((device, inode, File::open(&path)?));
+        }
+    }
+    Ok(files.into_iter().map(|(_, _, file)| file).collect())
 }

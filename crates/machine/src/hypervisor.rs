@@ -306,8 +306,7 @@ impl Prepared {
         self.started.process.has_ended()
     }
 
-    /// Loads a saved state. The machine is paused then; with some versions of QEMU the lock on its root disk is only
-    /// taken by [`Machine::resume`].
+    /// Loads a saved state. The machine is paused then.
     ///
     /// # Errors
     /// Nothing is left of the process then. [`Error::Locked`] when a disk is in use. A state of another machine than the
@@ -351,6 +350,7 @@ impl Prepared {
             tokio::time::sleep(LOAD_POLL).await;
         }
         qmp.remove_descriptor(set).await?;
+        disks::lock_all(qmp).await?;
         for (slot, volume) in volumes {
             disks::attach(qmp, slot, volume).await?;
         }

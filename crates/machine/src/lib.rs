@@ -20,6 +20,7 @@ mod qmp;
 mod snapshot;
 mod sockets;
 pub mod spec;
+mod statistics;
 mod tap;
 
 pub use cgroup::remove_groups;
@@ -31,4 +32,5 @@ pub use leftover::kill_all_of;
 pub use machine::{Ended, Machine};
 pub use snapshot::{Save, Saved, Steps};
 pub use spec::{Accelerator, MachineSpec, Shape};
+pub use statistics::{DiskStatistics, Statistics};
 pub use tap::Tap;

@@ -37,8 +37,8 @@ pub enum Ended {
 
 #[derive(Debug)]
 pub struct Machine {
-    process: Process,
-    qmp: Qmp,
+    pub(crate) process: Process,
+    pub(crate) qmp: Qmp,
     directory: PathBuf,
     link: Mutex<Link>,
 }
@@ -100,7 +100,7 @@ impl Machine {
     }
 
     /// # Errors
-    /// QEMU refuses or is gone. The first time after a load also [`Error::Locked`].
+    /// QEMU refuses or is gone.
     pub async fn resume(&self) -> Result<()> {
         self.run("cont", json!({})).await.map_err(Error::or_locked)?;
         self.process.settle();
@@ -169,7 +169,8 @@ impl Machine {
         explained(&self.process, saving).await
     }
 
-    /// Puts a volume behind an empty slot. The guest sees it at once if it runs, else when it does.
+    /// Puts a volume behind an empty slot. The guest sees the size of one that can be written as soon as it runs, that of a
+    /// read-only one when its driver takes hold of the device.
     ///
     /// # Errors
     /// The slot is as it was. [`Error::Locked`] when the volume is in use; [`Error::Unfit`] when it does not fit the slot.
@@ -192,10 +193,6 @@ impl Machine {
     /// [`Error::Unfit`] when it would shrink, or there is none.
     pub async fn resize_volume(&self, slot: u8, bytes: u64) -> Result<()> {
         explained(&self.process, disks::grow(&self.qmp, slot, bytes)).await
-    }
-
-    pub(crate) async fn ended(&self) -> Error {
-        self.process.ended().await
     }
 
     /// Connects to the agent anew; what was open before is lost. The machine has to run.

@@ -5,7 +5,9 @@ use std::fs::File;
 use std::io;
 use std::time::{Duration, Instant};
 
+use crate::disks;
 use crate::error::{Error, Result};
+use crate::hypervisor::explained;
 use crate::machine::Machine;
 use crate::memory::GuestMemory;
 
@@ -54,12 +56,31 @@ impl Machine {
             .map_err(Error::host("open the memory of qemu"))
     }
 
+    /// Has the host write back what its page cache holds of the disks, until little is left to be written. To be called
+    /// before the guest is made quiet, and once more after: the clone of a disk waits for all of it.
+    ///
+    /// # Errors
+    /// A disk of the host's fails, or the process is gone.
+    pub async fn flush_disks(&self) -> Result<()> {
+        let pid = self.pid();
+        let flushing = tokio::task::spawn_blocking(move || disks::write_back(pid));
+        let flushed = flushing.await.map_err(|_| Error::Lost)?;
+        flushed.map_err(Error::host("write back the disks of qemu"))
+    }
+
     /// Writes the whole machine, which is stopped from then on, whatever the result: the caller resumes it. Nothing is
     /// flushed to the disk.
     ///
     /// # Errors
     /// What was written is of no use then. QEMU is gone; or the host's disk is full, or it fails.
     pub async fn save<F>(&self, save: Save<F>) -> Result<Saved>
+    where
+        F: FnOnce() -> io::Result<()> + Send + 'static,
+    {
+        explained(&self.process, self.save_all(save)).await
+    }
+
+    async fn save_all<F>(&self, save: Save<F>) -> Result<Saved>
     where
         F: FnOnce() -> io::Result<()> + Send + 'static,
     {
@@ -90,8 +111,9 @@ impl Machine {
         let (devices, copied, cloned) = tokio::time::timeout(COPY, all).await.map_err(late)?;
         let state = devices?;
         let copied = copied.map_err(|_| Error::Lost)?;
+        // What was read in the end may not have been the machine's.
         if self.has_exited() {
-            return Err(self.ended().await);
+            return Err(Error::Lost);
         }
         let (changed, scan, copy) = copied.map_err(Error::host("copy the memory of qemu"))?;
         let cloned = cloned.map_err(|_| Error::Lost)?;

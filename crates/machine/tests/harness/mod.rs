@@ -18,7 +18,7 @@ use machine::guest::{
 };
 use machine::hypervisor::{Boot, Hypervisor, Load, Place, Prepared};
 use machine::spec::{Accelerator, MachineSpec, Shape};
-use machine::{Durability, Machine, Result, RootDisk};
+use machine::{Durability, Machine, Result, RootDisk, Save, Saved, VolumeDisk};
 use tokio::sync::OnceCell;
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -183,14 +183,86 @@ impl Bake {
 
     /// A clone that runs, and its agent.
     pub(crate) async fn start(&self, name: &str) -> (Running, Guest) {
+        self.start_with(name, Vec::new()).await
+    }
+
+    pub(crate) async fn start_with(
+        &self,
+        name: &str,
+        volumes: Vec<(u8, VolumeDisk)>,
+    ) -> (Running, Guest) {
         let directory = self.clone_disk(name);
         let prepared = self.prepare(place(directory.clone())).await;
-        let machine = Running::from(self.load(prepared, &directory.join("rootfs")).await.unwrap());
+        let load = self.loading(read_write(&directory.join("rootfs")), self.disk_bytes());
+        let machine = Running::from(prepared.load(Load { volumes, ..load }).await.unwrap());
         machine.resume().await.unwrap();
         let guest = machine.connect_guest(DEADLINE).await.unwrap();
         assert_eq!(guest.call(Request::Repair(repair()), DEADLINE).await.unwrap(), Reply::Done);
         (machine, guest)
     }
+
+    /// Saves a machine of this bake, which stands still then.
+    pub(crate) async fn save(&self, machine: &Machine, directory: PathBuf) -> (Self, Saved) {
+        std::fs::create_dir(&directory).unwrap();
+        let snapshot = Self { spec: self.spec, directory, hypervisor: self.hypervisor.clone() };
+        clone_file(&self.memory(), &snapshot.memory());
+        let (source, target) = (root_disk_of(machine), snapshot.root_disk());
+        let save = Save {
+            state: File::create(snapshot.state()).unwrap(),
+            memory: read_write(&snapshot.memory()),
+            while_stopped: move || reflink(&source, &target),
+        };
+        machine.flush_disks().await.unwrap();
+        let saved = machine.save(save).await.unwrap();
+        (snapshot, saved)
+    }
+}
+
+/// Where [`Bake::start`] has put it.
+pub(crate) fn root_disk_of(machine: &Machine) -> PathBuf {
+    let descriptors = std::fs::read_dir(format!("/proc/{}/fd", machine.pid())).unwrap();
+    let files = descriptors.filter_map(|file| std::fs::read_link(file.unwrap().path()).ok());
+    files.into_iter().find(|path| path.ends_with("rootfs")).unwrap()
+}
+
+pub(crate) fn reflink(source: &Path, target: &Path) -> std::io::Result<()> {
+    Ok(rustix::fs::ioctl_ficlone(File::create_new(target)?, File::open(source)?)?)
+}
+
+/// Freezes the guest, saves it, and lets it go on.
+pub(crate) async fn snapshot(
+    bake: &Bake,
+    machine: &Machine,
+    guest: &Guest,
+    directory: PathBuf,
+) -> (Bake, Saved) {
+    assert_eq!(guest.call(Request::Quiesce, DEADLINE).await.unwrap(), Reply::Done);
+    let saved = bake.save(machine, directory).await;
+    machine.resume().await.unwrap();
+    let thaw = Request::Thaw { unix_time_ns: repair().unix_time_ns };
+    assert_eq!(guest.call(thaw, DEADLINE).await.unwrap(), Reply::Done);
+    saved
+}
+
+/// A volume with an ext4 in it.
+pub(crate) fn make_volume(path: &Path, mebibytes: u64) {
+    File::create_new(path).unwrap().set_len(mebibytes << 20).unwrap();
+    let made = std::process::Command::new("mke2fs").args(["-q", "-t", "ext4"]).arg(path).status();
+    assert!(made.unwrap().success());
+}
+
+pub(crate) fn volume(path: &Path, read_only: bool) -> VolumeDisk {
+    let file = File::options().read(true).write(!read_only).open(path).unwrap();
+    VolumeDisk { bytes: file.metadata().unwrap().len(), file, read_only }
+}
+
+/// That the file system in it needs no repair, nor a replay of its journal.
+#[track_caller]
+pub(crate) fn assert_clean(disk: &Path) {
+    let output = std::process::Command::new("e2fsck").arg("-fn").arg(disk).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !text.contains("recover"), "{text}");
 }
 
 pub(crate) fn repair() -> Repair {
