@@ -1,5 +1,7 @@
 //! Ends what runs under a machine's uid, whoever started it: the way to be rid of a machine of which nothing else is known.
 
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
@@ -43,6 +45,23 @@ pub async fn kill_all_of(uid: u32) -> Result<usize> {
     Ok(killed)
 }
 
+/// Those of these uids that have processes, with how many.
+///
+/// # Errors
+/// The process table cannot be read.
+pub fn uids_in_use(range: RangeInclusive<u32>) -> Result<BTreeMap<u32, usize>> {
+    let failed = Error::host("list processes");
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir("/proc").map_err(failed)? {
+        let name = entry.map_err(Error::host("list processes"))?.file_name();
+        let pid = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw);
+        if let Some(uid) = pid.and_then(owner).filter(|uid| range.contains(uid)) {
+            *found.entry(uid).or_default() += 1;
+        }
+    }
+    Ok(found)
+}
+
 fn processes_of(uid: u32) -> std::io::Result<Vec<Pid>> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc")? {
@@ -69,6 +88,8 @@ mod tests {
         let sleep = |uid| std::process::Command::new("sleep").arg("600").uid(uid).spawn().unwrap();
         let (mut one, mut two, mut other) =
             (sleep(1_899_999_001), sleep(1_899_999_001), sleep(1_899_999_002));
+        let users = uids_in_use(1_899_999_001..=1_899_999_002).unwrap();
+        assert_eq!(users, BTreeMap::from([(1_899_999_001, 2), (1_899_999_002, 1)]));
         assert_eq!(kill_all_of(1_899_999_001).await.unwrap(), 2);
         assert!(!one.wait().unwrap().success());
         assert!(!two.wait().unwrap().success());

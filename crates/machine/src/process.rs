@@ -340,6 +340,10 @@ fn identity(pid: u32) -> io::Result<String> {
     Ok(format!("{start} {}", host_boot_id()?))
 }
 
-pub(crate) fn host_boot_id() -> io::Result<String> {
+/// Different after every start of the host.
+///
+/// # Errors
+/// There is no `/proc`.
+pub fn host_boot_id() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }

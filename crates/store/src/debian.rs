@@ -7,12 +7,14 @@ use std::{
 
 use crate::{
     Error, Layout, Progress, Result,
+    lock::Lock,
     recipe::{Owner, ResolvedRecipe, TreeChanges, User},
     tool::Tool,
     tree::{Ids, Tree},
 };
 
 const DEADLINE: Duration = Duration::from_secs(1800);
+const LOCK_DEADLINE: Duration = Duration::from_secs(60);
 const FIRST_USER: u32 = 1000;
 const TOLD_EVERY: usize = 50;
 
@@ -50,6 +52,8 @@ fn bootstrap(
     target: &Path,
     log: Progress<'_>,
 ) -> Result<()> {
+    // The packages that were downloaded before must not be pruned while they are copied.
+    let _packages = Lock::acquire_shared(&layout.packages(), LOCK_DEADLINE)?;
     let packages = &recipe.tree().packages;
     let variant = if parent.is_some() { "custom" } else { "minbase" };
     // In namespaces of its own, so that nothing it mounts is ever seen (or emptied) from outside, and nothing it starts

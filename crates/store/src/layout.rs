@@ -20,9 +20,14 @@ pub struct Layout {
 }
 
 impl Layout {
+    /// Makes nothing: to look at what there is.
+    pub fn of(data: impl Into<PathBuf>, cache: impl Into<PathBuf>) -> Self {
+        Self { data: data.into(), cache: cache.into() }
+    }
+
     /// Makes the directories that everything else expects.
     pub fn create(data: impl Into<PathBuf>, cache: impl Into<PathBuf>) -> Result<Self> {
-        let layout = Self { data: data.into(), cache: cache.into() };
+        let layout = Self::of(data, cache);
         for directory in [
             layout.data.clone(),
             layout.sandboxes(),
@@ -73,6 +78,11 @@ impl Layout {
 
     pub(crate) fn volume(&self, id: &VolumeId) -> PathBuf {
         self.volumes().join(id.to_string())
+    }
+
+    /// Which start of the host the rows of running sandboxes are from.
+    pub fn boot_id(&self) -> PathBuf {
+        self.data.join("boot-id")
     }
 
     pub(crate) fn machines(&self) -> PathBuf {

@@ -19,6 +19,7 @@ pub mod layout;
 pub mod lock;
 pub mod machine_files;
 pub mod pool;
+pub mod prune;
 pub mod recipe;
 pub mod sandbox_files;
 pub mod saved_machine;

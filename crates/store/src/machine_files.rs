@@ -23,3 +23,15 @@ pub fn remove(layout: &Layout, slot: u16) -> Result<()> {
 pub fn exists(layout: &Layout, slot: u16) -> bool {
     layout.machine(slot).exists()
 }
+
+/// The slots that have a directory. Other names are not ours and are left out.
+pub fn list(layout: &Layout) -> Result<Vec<u16>> {
+    let directory = layout.machines();
+    let mut slots = Vec::new();
+    for entry in directory.read_dir().map_err(Error::io("list", &directory))? {
+        let name = entry.map_err(Error::io("list", &directory))?.file_name();
+        slots.extend(name.to_str().and_then(|name| name.parse::<u16>().ok()));
+    }
+    slots.sort_unstable();
+    Ok(slots)
+}

@@ -56,7 +56,7 @@ fn a_bake_replaced_by_a_process_that_is_killed_is_the_old_or_the_new_one() {
             assert_eq!(fs::read_to_string(path).unwrap(), bake.manifest.description);
         }
     }
-    sweep::temporary(&layout).unwrap();
+    sweep::temporary(&layout, sweep::Mode::Remove).unwrap();
     assert_eq!(fs::read_dir(layout.cache_temporary()).unwrap().count(), 0);
     assert!(bake::get(&layout, &key).unwrap().is_some());
 }

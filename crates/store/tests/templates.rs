@@ -157,7 +157,7 @@ fn a_killed_build_leaves_nothing_visible_and_is_swept() {
 
     assert!(template::list(&case.layout).unwrap().is_empty());
     assert!(!case.temporary_is_empty());
-    sweep::temporary(&case.layout).unwrap();
+    sweep::temporary(&case.layout, sweep::Mode::Remove).unwrap();
     assert!(case.temporary_is_empty());
     template::build_from_tar(&case.layout, &archive, SIZE, &mut |_| ()).unwrap();
 }

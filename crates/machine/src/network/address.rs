@@ -37,6 +37,19 @@ impl Instance {
         if number < INSTANCES { Ok(Self(number)) } else { Err(Error::NoSuchInstance(number)) }
     }
 
+    /// The instance whose number comes after `prefix`, up to `end` if the name goes on. Only as we would have written
+    /// it ourselves.
+    pub(super) fn of_name(name: &str, prefix: &str, end: char) -> Option<Self> {
+        let rest = name.strip_prefix(prefix)?;
+        let text = rest.split_once(end).map_or(rest, |(number, _)| number);
+        let instance = Self::new(text.parse().ok()?).ok()?;
+        (instance.0.to_string() == text).then_some(instance)
+    }
+
+    pub(super) fn number(self) -> u16 {
+        self.0
+    }
+
     pub(super) fn slot(self, index: u16) -> Result<Slot, Error> {
         if index < SLOTS {
             Ok(Slot { instance: self, index })

@@ -19,6 +19,8 @@ pub(super) enum Program {
     Nft,
     /// Prints all chains of all tables.
     NftListChains,
+    /// Prints the names of all tables.
+    NftListTables,
 }
 
 impl Program {
@@ -28,6 +30,7 @@ impl Program {
             Self::IpRegardless => &["ip", "-force", "-batch", "-"],
             Self::Nft => &["nft", "-f", "-"],
             Self::NftListChains => &["nft", "list", "chains"],
+            Self::NftListTables => &["nft", "list", "tables"],
         }
     }
 }

@@ -11,6 +11,7 @@
 mod address;
 mod command;
 mod egress;
+mod host;
 mod namespace;
 mod resolver;
 mod rules;
@@ -31,6 +32,7 @@ use tracing::{info, warn};
 pub use self::{
     address::{GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX},
     egress::{Egress, EgressError},
+    host::{OnHost, instances_on_host},
 };
 use self::{
     address::{Instance, LINK_PREFIX, Slot, TAP, UPLINK},
@@ -111,8 +113,7 @@ impl Networks {
         Ok(Self { instance, resolvers: config.resolvers.into() })
     }
 
-    /// Leaves the host as it is, so nothing that it prepared would be walled in: for tests that make no machine.
-    #[doc(hidden)]
+    /// Leaves the host as it is, so nothing that it prepared would be walled in: for what only takes away.
     pub fn without_rules(config: NetworkConfig) -> Result<Self, Error> {
         Ok(Self { instance: Instance::new(config.instance)?, resolvers: config.resolvers.into() })
     }

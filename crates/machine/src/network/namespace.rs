@@ -24,7 +24,7 @@ use super::{
 use crate::tap::open_tap;
 
 /// Where `ip netns` keeps its names; ours are to be seen with it.
-const NAMES: &str = "/run/netns";
+pub(super) const NAMES: &str = "/run/netns";
 
 /// A visit makes a few system calls, which may have to wait for the kernel's network lock.
 const DEADLINE: Duration = Duration::from_secs(10);
