@@ -14,6 +14,7 @@ mod prepare;
 mod sandbox;
 mod serve;
 mod settings;
+mod sweep;
 mod template;
 mod version;
 
@@ -81,6 +82,7 @@ enum Command {
     Serve(serve::Serve),
     Prepare(prepare::Prepare),
     Demo(demo::Demo),
+    Sweep(sweep::Sweep),
     #[command(subcommand)]
     Sandbox(sandbox::SandboxCommand),
     Cp(copy::Copy),
@@ -113,6 +115,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Serve(serve) => serve.run(connection.output()).await?,
         Command::Prepare(prepare) => prepare.run().await?,
         Command::Demo(demo) => demo.run(&connection).await?,
+        Command::Sweep(sweep) => sweep.run(connection.output()).await?,
         Command::Sandbox(command) => return command.run(&connection).await,
         Command::Cp(copy) => copy.run(&connection.client()?).await?,
         Command::Logs(logs) => logs.run(&connection.client()?).await?,

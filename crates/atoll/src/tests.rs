@@ -19,6 +19,8 @@ fn what_the_help_shows_can_be_written() {
         "atoll serve --listen 0.0.0.0:8080 --database postgres://atoll@db/atoll",
         "atoll serve --egress-allow 10.1.2.3/32:5432 --egress-allow 10.2.0.0/16",
         "atoll prepare --pool /srv/atoll",
+        "atoll sweep --dry-run",
+        "atoll sweep --data-dir /srv/atoll/server --database postgres://atoll@db/atoll",
         "atoll demo --output /tmp/x.png",
         "atoll sandbox create --template code-interpreter --ttl 600 --metadata job=7 --env A=b --env HOME",
         "atoll sandbox list --status running --metadata job=7 --json",

@@ -10,7 +10,8 @@ use std::{
 use rand::Rng;
 use rustix::fs::{FlockOperation, flock};
 
-const NUMBERS: u16 = 1024;
+/// Instances on a host.
+pub(crate) const NUMBERS: u16 = 1024;
 const CLAIMS: &str = "/run/atoll";
 const TRIES: usize = 4096;
 /// A server that was just killed may hold its lock until the kernel has taken it down.
@@ -49,6 +50,8 @@ impl Instance {
         };
         let mut file = open(&path).map_err(at(&path))?;
         let end = Instant::now() + PATIENCE;
+        // Whoever sweeps compares it with the directories it finds, from wherever it was started.
+        let data = &data.canonicalize().map_err(at(data))?;
         while !try_lock(&file).map_err(at(&path))? {
             if Instant::now() > end {
                 return Err(Error::DataInUse { path: data.to_owned() });
@@ -64,13 +67,10 @@ impl Instance {
             written.into_iter().chain(std::iter::repeat_with(|| random.random_range(0..NUMBERS)));
         for number in tries.take(TRIES) {
             let claim_path = claims.join(format!("instance-{number}"));
-            let claim = open(&claim_path).map_err(at(&claim_path))?;
-            if !try_lock(&claim).map_err(at(&claim_path))? {
-                continue;
-            }
+            let Some(claim) = lock_claim(&claim_path).map_err(at(&claim_path))? else { continue };
             // A number stays with the directory that had it, also while no server of it runs.
             if written != Some(number)
-                && owner(&claim_path).is_some_and(|owner| owner != data && owner.exists())
+                && owner(&claim_path).is_some_and(|owner| owner != *data && owner.exists())
             {
                 continue;
             }
@@ -81,6 +81,89 @@ impl Instance {
             return Ok(Self { number, _data: file, _claim: claim });
         }
         Err(Error::Exhausted)
+    }
+}
+
+/// A number that no server uses, held so that none takes it.
+pub(crate) struct FreeNumber {
+    path: PathBuf,
+    _claim: File,
+}
+
+impl FreeNumber {
+    /// `None`: a server has it.
+    pub(crate) fn hold(number: u16) -> std::io::Result<Option<Self>> {
+        std::fs::create_dir_all(CLAIMS)?;
+        let path = claim_path(number);
+        Ok(lock_claim(&path)?.map(|claim| Self { path, _claim: claim }))
+    }
+
+    /// The number belongs to no data directory any longer.
+    pub(crate) fn forget(self) -> std::io::Result<()> {
+        std::fs::remove_file(&self.path)
+    }
+}
+
+/// All numbers that were ever claimed since the host was started.
+pub(crate) fn claimed() -> std::io::Result<Vec<u16>> {
+    let entries = match std::fs::read_dir(CLAIMS) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error),
+    };
+    let mut numbers = Vec::new();
+    for entry in entries {
+        let name = entry?.file_name();
+        let number = name.to_str().and_then(|name| name.strip_prefix("instance-")?.parse().ok());
+        numbers.extend(number.filter(|number: &u16| *number < NUMBERS));
+    }
+    numbers.sort_unstable();
+    Ok(numbers)
+}
+
+/// The data directory that has this number, as its claim says.
+pub(crate) fn owner_of(number: u16) -> Option<PathBuf> {
+    owner(&claim_path(number))
+}
+
+/// The number that a data directory has, if a server ever used it.
+pub(crate) fn number_of(data: &Path) -> Option<u16> {
+    let text = std::fs::read_to_string(data.join("instance")).ok()?;
+    text.trim().parse().ok().filter(|number| *number < NUMBERS)
+}
+
+/// Held while no server may start in this data directory. `None`: one runs there, or none ever did.
+pub(crate) fn hold_data(data: &Path) -> std::io::Result<Option<File>> {
+    let file = match File::open(data.join("instance")) {
+        Ok(file) => file,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    Ok(try_lock(&file)?.then_some(file))
+}
+
+fn claim_path(number: u16) -> PathBuf {
+    Path::new(CLAIMS).join(format!("instance-{number}"))
+}
+
+/// `None` when another has it. Claims that were forgotten are removed with the lock in hand, so what was locked counts
+/// only if it is still what the name leads to.
+fn lock_claim(path: &Path) -> std::io::Result<Option<File>> {
+    use std::os::unix::fs::MetadataExt;
+    loop {
+        let claim = open(path)?;
+        if !try_lock(&claim)? {
+            return Ok(None);
+        }
+        let locked = claim.metadata()?;
+        match path.metadata() {
+            Ok(named) if (named.dev(), named.ino()) == (locked.dev(), locked.ino()) => {
+                return Ok(Some(claim));
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ mod metrics;
 mod run;
 pub mod sandbox;
 mod shared_work;
+pub mod sweep;
 pub mod template;
 
 pub use agent_binary::AGENT;

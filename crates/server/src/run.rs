@@ -7,7 +7,7 @@ use machine::{
     Accelerator, Hypervisor, Shape,
     network::{NetworkConfig, Networks},
 };
-use store::Layout;
+use store::{Layout, initramfs::Initramfs, kernel::Kernel, prune::InUse};
 use tokio::net::TcpListener;
 
 use crate::{
@@ -37,6 +37,7 @@ struct Ground {
     sites: Sites,
     hypervisor: Hypervisor,
     clock: Clock,
+    _guest_files: InUse,
 }
 
 /// Serves until `shutdown` resolves. Running sandboxes go on afterwards, for the next server of the data directory.
@@ -85,9 +86,16 @@ pub async fn run(
         Arc::clone(&ground.bakes),
         pool,
     ));
+    // Beside the first requests: what other servers left can wait.
+    let sweep = tokio::spawn(crate::sweep::at_start(
+        app.config.clone(),
+        ground.sites.layout.clone(),
+        ground.clock.clone(),
+    ));
     ready(address, first_key);
     crate::http::serve(app, listener, shutdown).await;
     warm_up.abort();
+    sweep.abort();
     sandboxes.close().await;
     ground.close(&sandboxes.slots()).await
 }
@@ -173,6 +181,20 @@ async fn keep_defaults_ready(templates: Arc<Templates>, bakes: Arc<Bakes>, pool:
     }
 }
 
+/// Made if need be, and held, so that no other server's sweep takes them away.
+fn guest_files(layout: &Layout) -> Result<(Kernel, Initramfs, InUse), store::Error> {
+    let make = || {
+        let kernel = store::kernel::ensure_kernel(layout, &mut |line: &str| {
+            tracing::info!("guest kernel: {line}");
+        })?;
+        let initramfs = store::initramfs::build(layout, &kernel, AGENT)?;
+        let held = store::prune::hold(&kernel, &initramfs)?;
+        Ok((kernel, initramfs, held))
+    };
+    // One that was old may have been pruned between being found and being held. What is made now is not old.
+    make().or_else(|_: store::Error| make())
+}
+
 impl Ground {
     async fn lay(config: &Config, progress: &mut (dyn FnMut(&str) + Send)) -> Result<Self, Error> {
         if !rustix::process::geteuid().is_root() {
@@ -192,18 +214,12 @@ impl Ground {
         })?;
         let hypervisor = Hypervisor::find().map_err(Error::from_start)?;
         progress("guest kernel");
-        let (kernel, initramfs) = {
+        let (kernel, initramfs, guest_files) = {
             let layout = layout.clone();
-            tokio::task::spawn_blocking(move || {
-                let kernel = store::kernel::ensure_kernel(&layout, &mut |line: &str| {
-                    tracing::info!("guest kernel: {line}")
-                })?;
-                let initramfs = store::initramfs::build(&layout, &kernel, AGENT)?;
-                Ok::<_, store::Error>((kernel, initramfs))
-            })
-            .await
-            .map_err(Error::internal)?
-            .map_err(Error::from_start)?
+            tokio::task::spawn_blocking(move || guest_files(&layout))
+                .await
+                .map_err(Error::internal)?
+                .map_err(Error::from_start)?
         };
         let remembered = layout.accelerator();
         let accelerator = hypervisor
@@ -232,7 +248,17 @@ impl Ground {
         let templates = Templates::open(layout, db.clone(), clock.clone()).await?;
         let bakes = Bakes::new(hypervisor.clone(), accelerator, kernel, initramfs, sites.clone());
         tracing::info!(instance = instance.number, %accelerator, qemu = hypervisor.version(), "ready to run machines");
-        Ok(Self { instance, db, networks, templates, bakes, sites, hypervisor, clock })
+        Ok(Self {
+            instance,
+            db,
+            networks,
+            templates,
+            bakes,
+            sites,
+            hypervisor,
+            clock,
+            _guest_files: guest_files,
+        })
     }
 
     /// Gives back what no sandbox in the `kept` slots needs: a bake under way, and the host's packet filter rules when

@@ -65,6 +65,18 @@ impl Db {
         Ok(Self { pool })
     }
 
+    /// Connects and changes nothing: neither makes a SQLite file nor brings tables up to date.
+    ///
+    /// # Errors
+    /// There is no such database.
+    pub(crate) async fn look_into(url: &str) -> Result<Self, sqlx::Error> {
+        sqlx::any::install_default_drivers();
+        let options =
+            AnyPoolOptions::new().acquire_timeout(Duration::from_secs(10)).max_connections(1);
+        let pool = options.connect(url).await?;
+        Ok(Self { pool })
+    }
+
     /// For the files of this folder alone.
     fn pool(&self) -> &AnyPool {
         &self.pool

@@ -39,7 +39,7 @@ pub(crate) use self::{
     create::{DEFAULT_TEMPLATE, check_environment},
     pool::Pool,
     registry::Registry,
-    site::{Sites, Slots},
+    site::{Sites, Slots, uids},
     state::{State, Target},
 };
 pub use self::{

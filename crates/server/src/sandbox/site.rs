@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeSet,
     net::Ipv4Addr,
+    ops::RangeInclusive,
     sync::{Arc, Mutex},
 };
 
@@ -18,6 +19,12 @@ use crate::Error;
 /// As many as an instance has uids and addresses.
 const SLOTS: u16 = 1024;
 const UIDS_FROM: u32 = 1_900_000_000;
+
+/// Of an instance's machines, in the order of their slots.
+pub(crate) fn uids(instance: u16) -> RangeInclusive<u32> {
+    let first = UIDS_FROM + u32::from(instance) * u32::from(SLOTS);
+    first..=first + u32::from(SLOTS) - 1
+}
 
 /// Which slots are taken. A slot is given back when it is dropped.
 #[derive(Debug, Default, Clone)]
@@ -93,7 +100,7 @@ impl Sites {
     }
 
     pub(crate) fn uid(&self, slot: u16) -> u32 {
-        UIDS_FROM + u32::from(self.instance) * u32::from(SLOTS) + u32::from(slot)
+        uids(self.instance).start() + u32::from(slot)
     }
 
     /// What an earlier server left in the slots other than `kept`: processes, directories, namespaces.
