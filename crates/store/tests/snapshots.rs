@@ -329,7 +329,7 @@ fn a_snapshot_whose_maker_is_killed_is_whole_or_not_there() {
         }
         snapshot::remove_all_but(&layout, &[]).unwrap();
     }
-    sweep::temporary(&layout).unwrap();
+    sweep::temporary(&layout, sweep::Mode::Remove).unwrap();
     assert!(is_empty(&layout.data_temporary()));
 }
 
