@@ -315,7 +315,7 @@ fn a_volume_that_no_row_names_is_told_and_kept() {
     let (known, unknown) = (created(&layout, 32 * MIB), created(&layout, 32 * MIB));
     fs::create_dir(layout.data().join("volumes/not an id")).unwrap();
     assert_eq!(volume::orphans(&layout, &[known]).unwrap(), [unknown]);
-    sweep::temporary(&layout).unwrap();
+    sweep::temporary(&layout, sweep::Mode::Remove).unwrap();
     assert!(disk(&layout, &unknown).exists());
 }
 
@@ -354,7 +354,7 @@ fn a_volume_whose_maker_is_killed_is_whole_or_not_there() {
             volume::remove(&layout, &id).unwrap();
         }
     }
-    sweep::temporary(&layout).unwrap();
+    sweep::temporary(&layout, sweep::Mode::Remove).unwrap();
     assert!(is_empty(&layout.data_temporary()));
 }
 
