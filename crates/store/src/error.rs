@@ -8,6 +8,9 @@ use std::{
 
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// How tools say it.
+pub(crate) const NO_SPACE: &str = "No space left on device";
+
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     #[error("{doing} {path}", path = .path.display())]
@@ -74,7 +77,7 @@ impl Error {
                     | io::ErrorKind::QuotaExceeded
                     | io::ErrorKind::FileTooLarge
             ),
-            Self::ToolFailed { output, .. } => output.contains("No space left on device"),
+            Self::ToolFailed { output, .. } => output.contains(NO_SPACE),
             Self::ToolMissing { .. }
             | Self::ToolTimedOut { .. }
             | Self::InvalidRecipe { .. }

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use crate::{Error, Result, tool::Tool};
+use crate::{Error, Result, error::NO_SPACE, tool::Tool};
 
 const MAKE_DEADLINE: Duration = Duration::from_secs(600);
 /// Nothing is written in proportion to the size.
@@ -67,7 +67,7 @@ pub(crate) fn make_volume(image: &Path, bytes: u64) -> Result<()> {
 pub(crate) fn renew_identity(image: &Path) -> Result<()> {
     let Some(superblock) = Superblock::read(image)? else { return Ok(()) };
     if superblock.is_clean() && superblock.has_checksum_seed() {
-        Tool::new("tune2fs", ASK_DEADLINE).args(["-U", "random"]).arg(image).run()?;
+        Tool::new("tune2fs", ASK_DEADLINE).args(["-U", "random"]).on_image(image)?.run()?;
     }
     Ok(())
 }
@@ -98,17 +98,19 @@ pub(crate) fn recover(image: &Path) -> Result<Recovery> {
     }
 }
 
-/// 0: in order. 1: corrected, such as by replaying the journal. 4 and 8: could not.
 fn repair(image: &Path, options: &[&str]) -> Result<Recovery> {
-    let tool = Tool::new("e2fsck", CHECK_DEADLINE).args(options).arg(image).accept(&[0, 1, 4, 8]);
-    let done = tool.run()?;
-    let recovery = match done.code {
-        0 | 1 => Recovery::Recovered,
-        _ => Recovery::Damaged { report: done.last_lines.join(" / ") },
-    };
+    let tool = Tool::new("e2fsck", CHECK_DEADLINE).args(options).on_image(image)?;
+    // 0: in order. Bits 1 and 2: corrected, such as by replaying the journal. All others: could not.
+    let done = tool.accept(&[0, 1, 2, 3]).run();
     let file = File::open(image).map_err(Error::io("open", image))?;
     file.sync_all().map_err(Error::io("sync", image))?;
-    Ok(recovery)
+    match done {
+        Ok(_) => Ok(Recovery::Recovered),
+        Err(Error::ToolFailed { output, .. }) if !output.contains(NO_SPACE) => {
+            Ok(Recovery::Damaged { report: output })
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Makes the file and the file system in it larger; nothing may use them.
@@ -119,7 +121,7 @@ pub(crate) fn grow(image: &Path, to_bytes: u64) -> Result<()> {
     }
     let file = File::options().write(true).open(image).map_err(Error::io("open", image))?;
     file.set_len(to_bytes).map_err(Error::io("set the size of", image))?;
-    Tool::new("resize2fs", RESIZE_DEADLINE).arg(image).run()?;
+    Tool::new("resize2fs", RESIZE_DEADLINE).on_image(image)?.run()?;
     Ok(())
 }
 

@@ -19,7 +19,10 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
 };
 
+use self::confined::Confined;
 use crate::{Error, Progress, Result};
+
+mod confined;
 
 /// Lines of a failed tool's output that its error quotes.
 const QUOTED_LINES: usize = 12;
@@ -32,6 +35,8 @@ pub struct Tool {
     deadline: Duration,
     accepted: &'static [i32],
     output: Option<File>,
+    /// Held until it has ended.
+    confined: Option<Confined>,
 }
 
 /// What a tool printed, standard output and error together, bounded to the last lines.
@@ -58,7 +63,14 @@ impl Tool {
                     .map_err(Into::into)
             });
         }
-        Self { name: name.to_owned(), command, deadline, accepted: &[0], output: None }
+        Self {
+            name: name.to_owned(),
+            command,
+            deadline,
+            accepted: &[0],
+            output: None,
+            confined: None,
+        }
     }
 
     pub fn arg(mut self, argument: impl AsRef<OsStr>) -> Self {
@@ -79,6 +91,20 @@ impl Tool {
     pub fn env(mut self, name: &str, value: impl AsRef<OsStr>) -> Self {
         self.command.env(name, value);
         self
+    }
+
+    /// For a tool that reads what a guest wrote: its next argument is the file `image`, and that is all it can reach. It
+    /// runs as a user of its own, without network, privileges or our environment.
+    pub(crate) fn on_image(mut self, image: &Path) -> Result<Self> {
+        // Only root can make it somebody else.
+        if !rustix::process::geteuid().is_root() {
+            return Ok(self.arg(image));
+        }
+        let confined = Confined::new(image)?;
+        self.command.arg(confined.argument());
+        confined.confine(&mut self.command);
+        self.confined = Some(confined);
+        Ok(self)
     }
 
     /// Exit codes that mean success; only 0 unless this is called.
