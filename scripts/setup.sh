@@ -61,6 +61,7 @@ find_missing() {
     fi
     if [ "$for_tests" = yes ]; then
         installed cpio || missing+=(cpio)
+        installed g++ || missing+=(g++)
         has_python || missing+=(python3 python3-venv)
         has_node || missing+=(nodejs npm)
         has_postgres || missing+=(postgresql)

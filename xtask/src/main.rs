@@ -5,6 +5,7 @@ mod api;
 mod bench;
 mod build;
 mod check;
+mod fuzz;
 mod openapi;
 mod server;
 mod suite;
@@ -32,6 +33,8 @@ enum Task {
     Test,
     /// The long tests
     Soak,
+    /// Try inputs that nobody thought of on what reads bytes from strangers
+    Fuzz(fuzz::Options),
     /// Measure what a sandbox costs beside what the technique alone costs
     Bench(bench::Options),
 }
@@ -55,6 +58,7 @@ fn run() -> anyhow::Result<()> {
         Task::Openapi => openapi::run(root),
         Task::Test => suite::test(root),
         Task::Soak => suite::soak(root),
+        Task::Fuzz(options) => fuzz::run(root, &options),
         Task::Bench(options) => bench::run(root, &options),
     }
 }

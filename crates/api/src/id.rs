@@ -123,6 +123,10 @@ text_id!(
     /// Names a template for people.
     TemplateName, "a template name", 64, "1 to 64 letters, digits, `-`, `_` or `.`"
 );
+text_id!(
+    /// Names a volume for people, once in an account.
+    VolumeName, "a volume name", 64, "1 to 64 letters, digits, `-`, `_` or `.`"
+);
 
 impl AccountId {
     /// The account of a self-hoster.

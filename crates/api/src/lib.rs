@@ -2,19 +2,31 @@
 //! Facts about what the published clients send and expect stand beside the fields they explain.
 
 mod error;
+mod event;
 mod exec;
 mod file;
+mod fork;
 mod id;
 mod key;
 mod sandbox;
+mod snapshot;
 mod template;
+mod volume;
 
 pub use error::{ErrorBody, ErrorCode};
+pub use event::{
+    CpuMetrics, DiskMetrics, Event, EventKind, EventList, MemoryMetrics, Metrics, NetworkMetrics,
+};
 pub use exec::{ExecRequest, ExecResult};
 pub use file::{DirListing, FileEntry, FileKind, FileWritten};
-pub use id::{AccountId, ExecId, InvalidId, KeyId, SandboxId, SnapshotId, TemplateName, VolumeId};
+pub use fork::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
+pub use id::{
+    AccountId, ExecId, InvalidId, KeyId, SandboxId, SnapshotId, TemplateName, VolumeId, VolumeName,
+};
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
 pub use sandbox::{
     BootMode, CreateSandbox, Lifecycle, Sandbox, SandboxStatus, UpdateLifecycle, VolumeMount,
 };
+pub use snapshot::{CreateSnapshot, Snapshot, SnapshotList};
 pub use template::{Build, BuildStatus, Template};
+pub use volume::{CreateVolume, UpdateVolume, Volume, VolumeKind, VolumeList, VolumeState};

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{SandboxId, TemplateName};
+use crate::{SandboxId, SnapshotId, TemplateName};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -52,6 +52,9 @@ pub struct Sandbox {
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub ttl_seconds: Option<u64>,
     pub metadata: BTreeMap<String, String>,
+    /// What it was created from, if not from its template alone.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub from_snapshot: Option<SnapshotId>,
     /// Milliseconds from the request until the guest had answered.
     pub boot_ms: u64,
     pub boot_mode: BootMode,

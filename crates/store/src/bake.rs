@@ -91,15 +91,17 @@ impl BakeDraft {
     }
 }
 
+pub(crate) const MANIFEST: &str = "manifest.json";
+
 pub(crate) fn write_manifest(directory: &Path, manifest: &impl Serialize) -> Result<()> {
-    let path = directory.join("manifest.json");
+    let path = directory.join(MANIFEST);
     let text = serde_json::to_vec_pretty(manifest).expect("a manifest is plain data");
     fs::write(&path, text).map_err(Error::io("write", path))
 }
 
 /// `None` when there is nothing under that name.
 pub(crate) fn read_manifest<T: for<'de> Deserialize<'de>>(directory: &Path) -> Result<Option<T>> {
-    let path = directory.join("manifest.json");
+    let path = directory.join(MANIFEST);
     let bytes = match fs::read(&path) {
         Ok(bytes) => bytes,
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),

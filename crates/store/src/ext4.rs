@@ -113,12 +113,13 @@ fn repair(image: &Path, options: &[&str]) -> Result<Recovery> {
     }
 }
 
-/// Makes the file and the file system in it larger; nothing may use them.
+/// As [`recover`], however clean it looks.
+pub(crate) fn check_and_repair(image: &Path) -> Result<Recovery> {
+    repair(image, &["-f", "-p"])
+}
+
+/// Makes the file and the file system in it larger; nothing may use them, and it must have been checked just before.
 pub(crate) fn grow(image: &Path, to_bytes: u64) -> Result<()> {
-    // resize2fs insists on a fresh check.
-    if let Recovery::Damaged { report } = repair(image, &["-f", "-p"])? {
-        return Err(damaged(image, &report));
-    }
     let file = File::options().write(true).open(image).map_err(Error::io("open", image))?;
     file.set_len(to_bytes).map_err(Error::io("set the size of", image))?;
     Tool::new("resize2fs", RESIZE_DEADLINE).on_image(image)?.run()?;

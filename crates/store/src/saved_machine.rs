@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs::{File, OpenOptions},
+    fs::{self, File, OpenOptions},
     io::{self, ErrorKind},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Digest, Error, Result,
-    bake::{read_manifest, write_manifest},
+    bake::{MANIFEST, write_manifest},
     clone::{clone_file, clone_into},
     draft::Draft,
 };
@@ -88,19 +88,20 @@ impl SavedMachine {
         id: &str,
     ) -> Result<Option<Self>> {
         let unusable = |reason: String| Error::Unusable { what, id: id.to_owned(), reason };
-        let damaged = |error: Error| match error {
-            Error::Damaged { reason, .. } => unusable(format!("its manifest is damaged: {reason}")),
-            other => other,
+        let path = directory.join(MANIFEST);
+        let text = match fs::read(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(Error::io("read", path)(error)),
         };
-        let format: Option<StoredFormat> = read_manifest(&directory).map_err(damaged)?;
-        let Some(StoredFormat { format }) = format else { return Ok(None) };
+        let damaged = |error: serde_json::Error| unusable(format!("its manifest: {error}"));
+        let StoredFormat { format } = serde_json::from_slice(&text).map_err(damaged)?;
         if format > FORMAT {
             return Err(unusable(format!(
                 "a newer version of this program made it (format {format}, known up to {FORMAT})"
             )));
         }
-        let stored: Option<Stored> = read_manifest(&directory).map_err(damaged)?;
-        let Some(stored) = stored else { return Ok(None) };
+        let stored: Stored = serde_json::from_slice(&text).map_err(damaged)?;
         for (name, bytes) in &stored.files {
             match directory.join(name).metadata() {
                 Ok(metadata) if metadata.len() == *bytes => {}

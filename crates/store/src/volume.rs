@@ -2,7 +2,8 @@
 
 use std::{
     fs::{self, File},
-    path::PathBuf,
+    io::{self, ErrorKind},
+    path::{Path, PathBuf},
 };
 
 use api::VolumeId;
@@ -27,15 +28,14 @@ fn disk(layout: &Layout, id: &VolumeId) -> PathBuf {
 }
 
 /// For `map_err` of what touched the disk of `id`.
-fn failed(
-    doing: &'static str,
-    path: PathBuf,
-    id: &VolumeId,
-) -> impl FnOnce(std::io::Error) -> Error {
+fn failed(doing: &'static str, path: PathBuf, id: &VolumeId) -> impl FnOnce(io::Error) -> Error {
     let id = *id;
-    move |error| match error.kind() {
-        std::io::ErrorKind::NotFound => not_found(&id),
-        _ => Error::io(doing, path)(error),
+    move |error| {
+        if error.kind() == ErrorKind::NotFound {
+            not_found(&id)
+        } else {
+            Error::io(doing, path)(error)
+        }
     }
 }
 
@@ -122,17 +122,11 @@ pub fn grow_offline(layout: &Layout, id: &VolumeId, to_bytes: u64) -> Result<()>
     let draft = new_draft(layout)?;
     let copy = draft.path().join("disk");
     clone_file(&path, &copy)?;
-    ext4::grow(&copy, to_bytes).map_err(|error| unusable(id, error))?;
-    draft.publish_file("disk", &path)
-}
-
-fn unusable(id: &VolumeId, error: Error) -> Error {
-    match error {
-        Error::Damaged { reason, .. } => {
-            Error::Unusable { what: "volume", id: id.to_string(), reason }
-        }
-        other => other,
+    if let Recovery::Damaged { report: reason } = ext4::check_and_repair(&copy)? {
+        return Err(Error::Unusable { what: "volume", id: id.to_string(), reason });
     }
+    ext4::grow(&copy, to_bytes)?;
+    draft.publish_file("disk", &path)
 }
 
 /// After a machine that had it attached is dead: replays the journal and repairs what can be repaired without a
@@ -168,7 +162,7 @@ pub fn orphans(layout: &Layout, known: &[VolumeId]) -> Result<Vec<VolumeId>> {
 
 /// The root disk at `source`, whose machine is no more, becomes a volume. It stays at its place, too, until its
 /// directory is removed, so no instant is without it.
-pub fn preserve(layout: &Layout, id: &VolumeId, source: &std::path::Path) -> Result<()> {
+pub fn preserve(layout: &Layout, id: &VolumeId, source: &Path) -> Result<()> {
     let draft = new_draft(layout)?;
     let path = draft.path().join("disk");
     fs::hard_link(source, &path).map_err(Error::io("link", path))?;

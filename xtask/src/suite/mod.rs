@@ -8,15 +8,16 @@ use std::{
     io::{BufRead, BufReader, ErrorKind},
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, bail, ensure};
 use cargo_metadata::MetadataCommand;
 
-use self::{leftovers::Inventory, tally::Tally};
+use self::leftovers::Inventory;
+pub(crate) use self::tally::Tally;
 use crate::{
-    build, check,
+    build, check, fuzz,
     server::{Server, pool},
     wait,
 };
@@ -25,9 +26,17 @@ use crate::{
 const SCENARIOS: &[&str] =
     &["artifacts", "chart", "cli", "commands", "directory", "files", "ts_files"];
 
+/// Of each fuzz target, all at once.
+const FUZZ: Duration = Duration::from_secs(60);
+const LONG_FUZZ: Duration = Duration::from_secs(900);
+
 pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
     let mut suite = Suite::new(root);
-    suite.step("formatting", |root| cargo(root, &["fmt", "--all", "--check"]))?;
+    suite.step("formatting", |root| {
+        let mut tally = cargo(root, &["fmt", "--all", "--check"])?;
+        tally += cargo(root, &["fmt", "--manifest-path", "fuzz/Cargo.toml", "--check"])?;
+        Ok(tally)
+    })?;
     suite.step("rules of the workspace", |root| check::run(root).map(|()| Tally::PASSED))?;
     suite.step("lints", |root| {
         cargo(
@@ -40,6 +49,7 @@ pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
         cargo_test(root, &["--workspace", "--exclude", "tests", "--no-fail-fast"], None)
     })?;
     remove_disks_of_machines()?;
+    suite.step("fuzz targets", |root| fuzz::hunt_all(root, FUZZ))?;
     suite.with_program(|suite, program| {
         suite.step("end-to-end tests", |root| {
             let mut arguments = end_to_end(root)?;
@@ -64,6 +74,7 @@ pub(crate) fn soak(root: &Path) -> anyhow::Result<()> {
         )
     })?;
     remove_disks_of_machines()?;
+    suite.step("fuzz targets", |root| fuzz::hunt_all(root, LONG_FUZZ))?;
     suite.with_program(|suite, program| {
         suite.step("long end-to-end tests", |root| {
             let mut arguments = end_to_end(root)?;

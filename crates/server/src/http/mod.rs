@@ -5,6 +5,7 @@ mod body;
 mod edge;
 mod etag;
 mod execs;
+mod fields;
 mod files;
 mod keys;
 mod logs;

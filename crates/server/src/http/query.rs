@@ -5,26 +5,16 @@ use std::{collections::BTreeMap, convert::Infallible, str::FromStr};
 use axum::extract::FromRequestParts;
 use http::request::Parts;
 
+use super::fields::decoded_fields;
 use crate::Error;
 
-/// The fields in their order. `+` is a space, as forms and both published clients write it.
+/// The fields in their order.
 #[derive(Debug, Default)]
 pub(super) struct Query(Vec<(Vec<u8>, Vec<u8>)>);
 
 impl Query {
     pub(super) fn parse(text: &[u8]) -> Self {
-        let fields = text.split(|&byte| byte == b'&').filter(|field| !field.is_empty());
-        Self(
-            fields
-                .map(|field| {
-                    let (name, value) = match field.iter().position(|&byte| byte == b'=') {
-                        Some(equals) => (&field[..equals], &field[equals + 1..]),
-                        None => (field, &[][..]),
-                    };
-                    (decoded(name), decoded(value))
-                })
-                .collect(),
-        )
+        Self(decoded_fields(text))
     }
 
     /// # Errors
@@ -83,11 +73,6 @@ impl Query {
         }
         Ok(map)
     }
-}
-
-fn decoded(text: &[u8]) -> Vec<u8> {
-    let spaced: Vec<u8> = text.iter().map(|&byte| if byte == b'+' { b' ' } else { byte }).collect();
-    percent_encoding::percent_decode(&spaced).collect()
 }
 
 impl<S: Sync> FromRequestParts<S> for Query {

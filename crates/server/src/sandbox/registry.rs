@@ -122,6 +122,7 @@ impl Entry {
             expires_at: row.expires_at.map(|end| clock.time_of_day(end)),
             ttl_seconds: row.ttl_seconds,
             metadata: row.metadata.clone(),
+            from_snapshot: None,
             boot_ms: row.boot_ms,
             boot_mode: BootMode::Snapshot,
             persistent: row.ttl_seconds.is_none(),
