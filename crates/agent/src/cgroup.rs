@@ -155,7 +155,7 @@ pub(crate) fn enter(group: impl AsFd) -> Result<(), Errno> {
     write_file(group, "cgroup.procs", b"0")
 }
 
-fn open(directory: impl AsFd, name: &[u8]) -> Result<OwnedFd, Errno> {
+pub(crate) fn open(directory: impl AsFd, name: &[u8]) -> Result<OwnedFd, Errno> {
     openat(directory, name, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
 }
 
@@ -181,7 +181,7 @@ fn signal_tree(directory: BorrowedFd<'_>, signal: Signal) {
     }
 }
 
-fn subgroups(directory: BorrowedFd<'_>) -> impl Iterator<Item = Vec<u8>> {
+pub(crate) fn subgroups(directory: BorrowedFd<'_>) -> impl Iterator<Item = Vec<u8>> {
     let entries = rustix::fs::Dir::read_from(directory).into_iter().flatten().flatten();
     entries
         .filter(|entry| {
@@ -208,7 +208,7 @@ pub(crate) fn write_file(directory: impl AsFd, name: &str, value: &[u8]) -> Resu
     write(file, value).map(drop)
 }
 
-fn read_file(directory: impl AsFd, name: &str) -> Result<String, Errno> {
+pub(crate) fn read_file(directory: impl AsFd, name: &str) -> Result<String, Errno> {
     let file = openat(directory, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
     let mut text = Vec::new();
     loop {

@@ -9,11 +9,13 @@ mod files;
 mod reaper;
 mod repair;
 mod serve;
+mod state;
 mod users;
 mod workers;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Where and how an agent serves.
 #[derive(Debug)]
@@ -23,6 +25,12 @@ pub struct Options {
     pub spill_directory: PathBuf,
     /// A version 2 control group in which the agent may make `work` and a group for each exec below it.
     pub groups: Option<PathBuf>,
+    /// File systems mounted at or below it are frozen in quiet moments; `None`: none are.
+    pub file_systems: Option<PathBuf>,
+    /// On a host: block devices that stand for the slots of volumes. A guest finds its own.
+    pub disks: Vec<(u8, PathBuf)>,
+    /// How long everything may stand still without a word from the host.
+    pub quiet_limit: Duration,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,11 +47,21 @@ impl Options {
             place: Place::Guest,
             spill_directory: PathBuf::from("/"),
             groups: Some(boot::CGROUPS.into()),
+            file_systems: Some(PathBuf::from("/")),
+            disks: Vec::new(),
+            quiet_limit: protocol::QUIET_LIMIT,
         }
     }
 
     pub fn hosted() -> Self {
-        Self { place: Place::Host, spill_directory: std::env::temp_dir(), groups: None }
+        Self {
+            place: Place::Host,
+            spill_directory: std::env::temp_dir(),
+            groups: None,
+            file_systems: None,
+            disks: Vec::new(),
+            quiet_limit: protocol::QUIET_LIMIT,
+        }
     }
 }
 

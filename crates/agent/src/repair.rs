@@ -7,10 +7,11 @@
 use std::ffi::{c_int, c_ulong, c_void};
 use std::fs::File;
 use std::os::fd::AsRawFd;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use protocol::message::{ErrorCode, Failure, Network, Repair};
-use rustix::fs::{Timespec, statvfs};
+use rustix::fs::{Timespec, fstatvfs};
 use rustix::time::{ClockId, clock_settime};
 
 use crate::boot::{self, mounts::pause};
@@ -25,27 +26,30 @@ const BLKGETSIZE64: c_ulong = 0x8008_1272;
 /// How long the driver may take to notice that its disk has become larger.
 const GROWTH: Duration = Duration::from_millis(300);
 
-/// `network` is what the guest has, so that nothing is done when nothing changes.
-pub(crate) fn repair(repair: &Repair, network: &mut Network) -> Result<(), Failure> {
-    // Without its own random numbers, its own time and its own names a clone must not run.
-    add_entropy(&repair.entropy).map_err(|error| fail("reseed the random numbers", &error))?;
-    set_clock(repair.unix_time_ns).map_err(|error| fail("set the clock", &error))?;
-    if repair.machine_id.len() != 32
-        || !repair.machine_id.bytes().all(|byte| byte.is_ascii_hexdigit())
+/// Without its own random numbers, its own time and its own names a clone must not run.
+pub(crate) fn identify(wanted: &Repair) -> Result<(), Failure> {
+    if wanted.machine_id.len() != 32
+        || !wanted.machine_id.bytes().all(|byte| byte.is_ascii_hexdigit())
     {
         return Err(refuse(ErrorCode::Invalid, "a machine id has 32 hexadecimal digits"));
     }
+    add_entropy(&wanted.entropy).map_err(|error| fail("reseed the random numbers", &error))?;
+    set_clock(wanted.unix_time_ns).map_err(|error| fail("set the clock", &error))
+}
+
+/// Once files can be written. `network` is what the guest has, so that nothing is done when nothing changes.
+pub(crate) fn settle_in(wanted: &Repair, network: &mut Network) -> Result<(), Failure> {
     // A root file system on which these cannot be written is the user's doing, and can be restored all the same.
-    boot::report("set the machine id", boot::set_machine_id(&repair.machine_id));
-    boot::report("set the host name", boot::set_host_name(&repair.host_name));
-    if *network != repair.network {
-        boot::network::configure(&repair.network)
+    boot::report("set the machine id", boot::set_machine_id(&wanted.machine_id));
+    boot::report("set the host name", boot::set_host_name(&wanted.host_name));
+    if *network != wanted.network {
+        boot::network::configure(&wanted.network)
             .map_err(|error| fail("bring up the network", &error))?;
-        *network = repair.network.clone();
-        boot::report("name the resolver", boot::set_resolver(repair.network.gateway));
+        *network = wanted.network.clone();
+        boot::report("name the resolver", boot::set_resolver(wanted.network.gateway));
     }
-    if repair.grow_root {
-        boot::report("grow the root file system", grow_root());
+    if wanted.grow_root {
+        boot::report("grow the root file system", grow("/dev/vda".as_ref(), "/".as_ref()));
     }
     Ok(())
 }
@@ -68,7 +72,7 @@ fn add_entropy(entropy: &[u8; 32]) -> std::io::Result<()> {
     call(&random, RNDRESEEDCRNG, std::ptr::null_mut())
 }
 
-fn set_clock(unix_time_ns: u64) -> std::io::Result<()> {
+pub(crate) fn set_clock(unix_time_ns: u64) -> std::io::Result<()> {
     const SECOND: u64 = 1_000_000_000;
     let seconds = i64::try_from(unix_time_ns / SECOND).unwrap_or(i64::MAX);
     let nanoseconds = i64::try_from(unix_time_ns % SECOND).unwrap_or(0);
@@ -76,10 +80,11 @@ fn set_clock(unix_time_ns: u64) -> std::io::Result<()> {
     Ok(())
 }
 
-fn grow_root() -> std::io::Result<()> {
-    let disk = File::open("/dev/vda")?;
-    let root = File::open("/")?;
-    let system = statvfs("/")?;
+/// The file system mounted at `point`, to the size of `disk`.
+pub(crate) fn grow(disk: &Path, point: &Path) -> std::io::Result<()> {
+    let disk = File::open(disk)?;
+    let top = File::open(point)?;
+    let system = fstatvfs(&top)?;
     let end = Instant::now() + GROWTH;
     loop {
         let mut bytes = 0_u64;
@@ -87,7 +92,7 @@ fn grow_root() -> std::io::Result<()> {
         let mut blocks = bytes / system.f_frsize;
         // `f_blocks` is without the file system's own tables, which are less than an eighth.
         if blocks > system.f_blocks + system.f_blocks / 8 || Instant::now() > end {
-            return call(&root, EXT4_IOC_RESIZE_FS, (&raw mut blocks).cast());
+            return call(&top, EXT4_IOC_RESIZE_FS, (&raw mut blocks).cast());
         }
         pause(Duration::from_millis(2));
     }

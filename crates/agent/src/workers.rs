@@ -7,9 +7,6 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
-/// Some may hang on a dead network file system while the others go on.
-const MOST: usize = 8;
-
 type Work<T> = Box<dyn FnOnce() -> T + Send>;
 
 /// A pool whose jobs each give a `T`. Queues are bounded by their users: a stream has one job at a time.
@@ -27,16 +24,19 @@ struct State<T> {
     waiting: VecDeque<Work<T>>,
     results: Vec<T>,
     threads: usize,
+    most: usize,
     idle: usize,
     over: bool,
 }
 
 impl<T: Send + 'static> Workers<T> {
-    pub(crate) fn new() -> Result<Self, Errno> {
+    /// `most` threads; of one, the jobs are done in their order.
+    pub(crate) fn new(most: usize) -> Result<Self, Errno> {
         let state = State {
             waiting: VecDeque::new(),
             results: Vec::new(),
             threads: 0,
+            most,
             idle: 0,
             over: false,
         };
@@ -60,7 +60,7 @@ impl<T: Send + 'static> Workers<T> {
         state.waiting.push_back(Box::new(work));
         if state.idle >= state.waiting.len() {
             self.shared.work_came.notify_one();
-        } else if state.threads < MOST {
+        } else if state.threads < state.most {
             let shared = Arc::clone(&self.shared);
             let builder =
                 std::thread::Builder::new().name("worker".to_owned()).stack_size(256 << 10);
@@ -121,7 +121,7 @@ mod tests {
 
     #[test]
     fn every_result_arrives_once() {
-        let workers = Workers::new().unwrap();
+        let workers = Workers::new(8).unwrap();
         for number in 0..100 {
             workers.submit(move || number);
         }

@@ -179,6 +179,8 @@ pub(crate) struct Execs {
     ended: VecDeque<Serial>,
     deadlines: BTreeSet<(Instant, Serial)>,
     next: Serial,
+    /// No file may be let go of: nothing is written at the moment.
+    pub(crate) keeps_files: bool,
     pub(crate) groups: Option<Groups>,
 }
 
@@ -192,6 +194,7 @@ impl Execs {
             ended: VecDeque::new(),
             deadlines: BTreeSet::new(),
             next: 0,
+            keeps_files: false,
             groups,
         }
     }
@@ -344,7 +347,10 @@ impl Execs {
         self.bound_ended();
     }
 
-    fn bound_ended(&mut self) {
+    pub(crate) fn bound_ended(&mut self) {
+        if self.keeps_files {
+            return;
+        }
         while self.ended.len() > MOST_ENDED
             && let Some(oldest) = self.ended.pop_front()
         {

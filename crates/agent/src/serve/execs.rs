@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use protocol::Reply;
 use protocol::frame::{Channel, HEADER, MAX_PAYLOAD};
-use protocol::message::{ExecStart, Failure};
+use protocol::message::{ErrorCode, ExecStart, Failure};
 use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -17,7 +17,7 @@ use crate::exec::command::{self, Plan};
 use crate::exec::output::{Memory, Position, Taken, drop_from};
 use crate::exec::spawn::{Descriptors, Spawned, spawn};
 use crate::exec::{Exec, Serial, Stdin, Stop, after};
-use crate::failure::failed;
+use crate::failure::{failed, refuse};
 use crate::reaper;
 
 /// Read from one pipe before the others get their turn.
@@ -55,6 +55,10 @@ impl Start {
 
 impl Server {
     pub(crate) fn start_exec(&mut self, stream: u32, request: ExecStart) -> Result<(), Failure> {
+        if self.is_ending() {
+            let message = "the sandbox is being stopped; start it again first";
+            return Err(refuse(ErrorCode::Conflict, message));
+        }
         self.execs.admit(&request.id)?;
         let plan = command::plan(&request)?;
         let fail = |error| failed("make the pipes of", request.id.as_bytes(), error);
@@ -286,7 +290,9 @@ impl Server {
             output.pipe = None;
             output.paused = false;
         }
-        if let Some(spill) = output.kept.spill(memory, &self.spill_directory) {
+        if self.phase.is_running()
+            && let Some(spill) = output.kept.spill(memory, &self.spill_directory)
+        {
             self.workers.submit(move || Done::Spilled {
                 exec: serial,
                 channel,
@@ -402,8 +408,10 @@ impl Server {
         for stream in watchers {
             self.has_something(stream);
         }
-        for oldest in self.execs.too_much_in_memory() {
-            self.save_output(oldest);
+        if self.phase.is_running() {
+            for oldest in self.execs.too_much_in_memory() {
+                self.save_output(oldest);
+            }
         }
         self.ended.push(serial);
     }
@@ -473,6 +481,7 @@ impl Server {
                 exec.signal(Signal::KILL);
             }
         }
+        self.act_on_quiet();
         self.go_on_shutting_down();
     }
 

@@ -85,6 +85,10 @@ impl Server {
 
     /// Gives the worker what has come since the last time; small files are opened, written and finished in one go.
     pub(crate) fn drive_write(&mut self, stream: u32) {
+        if !self.phase.is_running() {
+            // Driven again afterwards.
+            return;
+        }
         let Some(found) = self.streams.get_mut(&stream) else { return };
         let Role::Writing(writing) = &mut found.role else { return };
         let state = match std::mem::replace(&mut writing.state, WriteState::Away) {
@@ -103,6 +107,7 @@ impl Server {
 
     pub(crate) fn file_is_done(&mut self, stream: u32, result: FileResult) {
         if !self.streams.contains_key(&stream) {
+            self.discard(result);
             return;
         }
         match result {

@@ -4,6 +4,7 @@
 mod execs;
 mod files;
 mod port;
+mod quiet;
 mod requests;
 mod stdin;
 mod stop;
@@ -12,7 +13,8 @@ mod stream;
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::time::Instant;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use anyhow::Context;
 use protocol::Reply;
@@ -24,10 +26,12 @@ use rustix::event::{Timespec, epoll};
 use crate::exec::{Execs, Serial};
 use crate::failure::refuse;
 use crate::reaper::Reaper;
+use crate::state::State;
 use crate::workers::Workers;
 use crate::{Options, Place};
 use files::FileResult;
 use port::{Filled, GRANT, Port};
+use quiet::{Phase, Quiescing};
 use stop::Shutdown;
 use stream::{Role, Stream};
 
@@ -37,6 +41,7 @@ pub(crate) enum Source {
     Port,
     Children,
     Workers,
+    State,
     Stdout,
     Stderr,
     Stdin,
@@ -45,10 +50,11 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 9] = [
         Self::Port,
         Self::Children,
         Self::Workers,
+        Self::State,
         Self::Stdout,
         Self::Stderr,
         Self::Stdin,
@@ -67,6 +73,9 @@ impl Source {
     }
 }
 
+/// Some may hang on a dead network file system while the others go on.
+const WORKERS: usize = 8;
+
 /// What workers give back.
 pub(crate) enum Done {
     File {
@@ -80,8 +89,11 @@ pub(crate) enum Done {
         channel: frame::Channel,
         success: bool,
     },
-    /// Everything is on the disk, and the root file system is read-only if so asked.
-    Stopped,
+    /// Everything is on the disk, volumes are unmounted, and the root file system is read-only if so asked.
+    Stopped(Result<(), Failure>),
+    Changed(quiet::Change),
+    /// What could not be dropped while nothing was written.
+    Dropped,
 }
 
 pub(crate) struct Server {
@@ -104,11 +116,19 @@ pub(crate) struct Server {
     ended: Vec<Serial>,
     reaper: Option<Reaper>,
     workers: Workers<Done>,
+    state: Arc<Mutex<State>>,
+    /// One thread: changes of the state come one after the other.
+    keeper: Workers<Done>,
+    phase: Phase,
+    quiescing: Option<Quiescing>,
+    quiet_limit: Duration,
+    /// Requests that wait until files can be written and processes begun, in their order.
+    deferred: Vec<u32>,
+    /// May hold deleted files: letting go of one is a write.
+    discarded: Vec<Box<dyn Send>>,
     nowhere: OwnedFd,
     buffer: Vec<u8>,
     most_held: usize,
-    /// As it is configured now.
-    network: protocol::message::Network,
     shutdown: Option<Shutdown>,
 }
 
@@ -132,9 +152,14 @@ impl Server {
             epoll::add(&poll, reaper.signals(), Source::Children.event(0), epoll::EventFlags::IN)
                 .context("watch for ended children")?;
         }
-        let workers = Workers::new().context("prepare the workers")?;
+        let workers = Workers::new(WORKERS).context("prepare the workers")?;
         epoll::add(&poll, workers.results_came(), Source::Workers.event(0), epoll::EventFlags::IN)
             .context("watch the workers")?;
+        let keeper = Workers::new(1).context("prepare the keeper")?;
+        epoll::add(&poll, keeper.results_came(), Source::State.event(0), epoll::EventFlags::IN)
+            .context("watch the keeper")?;
+        let mut state = State::new(&options);
+        state.clear_empty_slots();
         let groups = options
             .groups
             .as_deref()
@@ -159,10 +184,16 @@ impl Server {
             ended: Vec::new(),
             reaper,
             workers,
+            state: Arc::new(Mutex::new(state)),
+            keeper,
+            phase: Phase::Running,
+            quiescing: None,
+            quiet_limit: options.quiet_limit,
+            deferred: Vec::new(),
+            discarded: Vec::new(),
             nowhere: nowhere.into(),
             buffer: vec![0; 64 << 10],
             most_held: most_held(),
-            network: crate::boot::NETWORK,
             shutdown: None,
         })
     }
@@ -189,7 +220,8 @@ impl Server {
                 match source {
                     Source::Port => port_is_readable = true,
                     Source::Children => self.reap(),
-                    Source::Workers => self.take_results(),
+                    Source::Workers => self.take_results(self.workers.take_results()),
+                    Source::State => self.take_results(self.keeper.take_results()),
                     Source::Stdout => self.pipe_is_readable(exec, frame::Channel::Stdout),
                     Source::Stderr => self.pipe_is_readable(exec, frame::Channel::Stderr),
                     Source::Stdin => self.feed_stdin(exec),
@@ -226,10 +258,10 @@ impl Server {
     fn until_deadline(&self) -> Option<Timespec> {
         let shutdown = self.shutdown.as_ref().and_then(Shutdown::deadline);
         let held = self.port.output.held_until();
-        let next = [self.execs.next_deadline(), shutdown, held].into_iter().flatten().min()?;
+        let deadlines = [self.execs.next_deadline(), shutdown, held, self.quiet_deadline()];
+        let next = deadlines.into_iter().flatten().min()?;
         // Rounded up: waking too early would only mean to go round once more.
-        let span =
-            next.saturating_duration_since(Instant::now()) + std::time::Duration::from_micros(50);
+        let span = next.saturating_duration_since(Instant::now()) + Duration::from_micros(50);
         Timespec::try_from(span).ok()
     }
 
@@ -268,6 +300,7 @@ impl Server {
 
     fn handle(&mut self, frame: &Frame<'_>) {
         let stream = frame.header.stream;
+        self.phase.has_heard();
         match frame.header.kind {
             Kind::Hello => self.begin_epoch(frame.payload),
             Kind::Request => self.take_request(frame),
@@ -304,6 +337,8 @@ impl Server {
         let Some(closed) = self.streams.remove(&stream) else { return };
         if let Role::Watching(watch) = closed.role {
             self.stop_watching(stream, &watch);
+        } else {
+            self.discard(closed.role);
         }
     }
 
@@ -327,6 +362,7 @@ impl Server {
         let is_fed = match &found.role {
             Role::Writing(writing) => !writing.finished,
             Role::Watching(watch) => watch.feeds,
+            Role::Deferred(deferred) => deferred.is_fed() && !deferred.finished,
             // Data that nobody waits for is against the rules, or for a request that has just failed.
             Role::Opening { .. } | Role::Reading(_) | Role::Listing(_) | Role::Answering => false,
         };
@@ -351,6 +387,7 @@ impl Server {
                 let exec = watch.exec;
                 self.take_stdin(exec, payload);
             }
+            Role::Deferred(deferred) => deferred.data.push(payload.to_vec()),
             Role::Opening { .. } | Role::Reading(_) | Role::Listing(_) | Role::Answering => {}
         }
     }
@@ -367,6 +404,7 @@ impl Server {
                 let exec = watch.exec;
                 self.finish_stdin(exec);
             }
+            Role::Deferred(deferred) => deferred.finished = true,
             Role::Watching(_)
             | Role::Opening { .. }
             | Role::Reading(_)
@@ -406,7 +444,10 @@ impl Server {
                     Role::Watching(_) => self.produce_output(stream),
                     Role::Reading(_) => self.produce_content(stream),
                     Role::Listing(_) => self.produce_entries(stream),
-                    Role::Opening { .. } | Role::Writing(_) | Role::Answering => false,
+                    Role::Opening { .. }
+                    | Role::Writing(_)
+                    | Role::Deferred(_)
+                    | Role::Answering => false,
                 };
                 if more {
                     self.has_something(stream);
@@ -419,19 +460,21 @@ impl Server {
         }
     }
 
-    fn take_results(&mut self) {
-        for done in self.workers.take_results() {
+    fn take_results(&mut self, results: Vec<Done>) {
+        for done in results {
             match done {
                 Done::File { epoch, stream, result } if epoch == self.epoch => {
                     self.file_is_done(stream, result)
                 }
-                Done::File { .. } => {}
+                Done::File { result, .. } => self.discard(result),
                 Done::Started(start) => {
                     self.starting -= 1;
                     self.exec_started(*start);
                 }
                 Done::Spilled { exec, channel, success } => self.spilled(exec, channel, success),
-                Done::Stopped => self.stopped(),
+                Done::Stopped(result) => self.stopped(result),
+                Done::Changed(change) => self.changed(change),
+                Done::Dropped => {}
             }
         }
         if self.starting == 0 {

@@ -5,9 +5,9 @@ use protocol::message::{ErrorCode, Failure};
 use protocol::{Reply, Request};
 
 use super::Server;
+use super::stop::Purpose;
 use super::stream::{Role, Stream};
 use crate::failure::refuse;
-use crate::{Place, repair};
 
 impl Server {
     pub(crate) fn take_request(&mut self, frame: &Frame<'_>) {
@@ -42,30 +42,56 @@ impl Server {
             Err(error) => Err(refuse(ErrorCode::TooLarge, error.to_string())),
         };
         stream.role = Role::Answering;
-        match request.and_then(|request| self.answer(number, request)) {
-            Ok(Some(reply)) => self.end_with(number, Ok(reply)),
+        self.act(number, request);
+    }
+
+    pub(crate) fn act(&mut self, stream: u32, request: Result<Request, Failure>) {
+        match request.and_then(|request| self.answer(stream, request)) {
+            Ok(Some(reply)) => self.end_with(stream, Ok(reply)),
             Ok(None) => {}
-            Err(failure) => self.end_with(number, Err(failure)),
+            Err(failure) => self.end_with(stream, Err(failure)),
         }
     }
 
     /// The whole answer, or `None`: it will come.
     fn answer(&mut self, stream: u32, request: Request) -> Result<Option<Reply>, Failure> {
+        if self.must_wait(&request) {
+            self.defer(stream, request);
+            return Ok(None);
+        }
         match request {
             Request::Ping => Ok(Some(Reply::Done)),
             Request::Repair(repair) => {
-                match self.place {
-                    Place::Guest => repair::repair(&repair, &mut self.network)?,
-                    Place::Host => {}
-                }
-                Ok(Some(Reply::Done))
+                self.repair(stream, repair);
+                Ok(None)
             }
-            Request::Sync | Request::Quiesce => {
+            Request::Sync => {
                 self.flush_disks(stream);
                 Ok(None)
             }
             Request::Shutdown { grace_ms } => {
-                self.shut_down(stream, grace_ms);
+                self.shut_down(stream, grace_ms, Purpose::PowerOff);
+                Ok(None)
+            }
+            Request::Release { grace_ms } => {
+                self.shut_down(stream, grace_ms, Purpose::Release);
+                Ok(None)
+            }
+            Request::Quiesce => Ok(self.quiesce(stream).then_some(Reply::Done)),
+            Request::Thaw { unix_time_ns } => {
+                self.thaw(Some(stream), Some(unix_time_ns));
+                Ok(None)
+            }
+            Request::VolumesMount { volumes } => {
+                self.change_volumes(stream, move |state| state.mount(&volumes));
+                Ok(None)
+            }
+            Request::VolumesUnmount { slots } => {
+                self.change_volumes(stream, move |state| state.unmount(&slots));
+                Ok(None)
+            }
+            Request::VolumeGrow { slot } => {
+                self.change_volumes(stream, move |state| state.grow(slot));
                 Ok(None)
             }
             Request::ExecStart(start) => self.start_exec(stream, start).map(|()| None),
@@ -81,13 +107,6 @@ impl Server {
             Request::ExecCancel { id, grace_ms } => {
                 self.cancel_exec(&id, grace_ms)?;
                 Ok(Some(Reply::Done))
-            }
-            Request::Thaw { .. } => Ok(Some(Reply::Done)),
-            Request::VolumesMount { .. }
-            | Request::VolumesUnmount { .. }
-            | Request::VolumeGrow { .. }
-            | Request::Release { .. } => {
-                Err(refuse(ErrorCode::Invalid, "the agent in this sandbox knows no volumes"))
             }
             Request::ExecsForget { ids } => {
                 for id in ids {

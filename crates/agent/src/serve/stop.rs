@@ -1,8 +1,10 @@
-//! Shutting down, and quiet moments before a snapshot.
+//! The end of the sandbox: everything ends, and what it has written is on its disks.
 
+use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use protocol::Reply;
+use protocol::message::Failure;
 use rustix::process::Signal;
 
 use super::files::FileResult;
@@ -13,9 +15,17 @@ use crate::exec::after;
 /// How far a shutdown is.
 #[derive(Debug)]
 pub(crate) struct Shutdown {
+    purpose: Purpose,
     stream: u32,
     epoch: u64,
     step: Step,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    PowerOff,
+    /// The host ends the machine itself, and only volumes are worth flushing.
+    Release,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +57,6 @@ impl Shutdown {
 
 impl Server {
     pub(crate) fn flush_disks(&mut self, stream: u32) {
-        self.prepare_groups();
         let (epoch, place) = (self.epoch, self.place);
         self.workers.submit(move || {
             match place {
@@ -58,15 +67,21 @@ impl Server {
         });
     }
 
-    pub(crate) fn shut_down(&mut self, stream: u32, grace_ms: u32) {
-        if let Some(shutdown) = &mut self.shutdown {
+    pub(crate) fn shut_down(&mut self, stream: u32, grace_ms: u32, purpose: Purpose) {
+        if let Some(shutdown) = &mut self.shutdown
+            && shutdown.step != Step::Complete
+        {
+            if purpose == Purpose::PowerOff {
+                shutdown.purpose = purpose;
+            }
             // Asked again, perhaps over a new connection: the answer goes to whoever asked last.
             (shutdown.stream, shutdown.epoch) = (stream, self.epoch);
             return;
         }
         self.signal_everything(Signal::TERM);
         let kill_at = after(Instant::now(), grace_ms.into());
-        self.shutdown = Some(Shutdown { stream, epoch: self.epoch, step: Step::Asked { kill_at } });
+        let (epoch, step) = (self.epoch, Step::Asked { kill_at });
+        self.shutdown = Some(Shutdown { purpose, stream, epoch, step });
     }
 
     fn signal_everything(&self, signal: Signal) {
@@ -75,6 +90,13 @@ impl Server {
         }
         for (_, exec) in self.execs.all().filter(|(_, exec)| exec.group.is_none()) {
             exec.signal(signal);
+        }
+        if self.place == Place::Guest {
+            // Whatever root has moved out of its group.
+            let _ = nix::sys::signal::kill(
+                nix::unistd::Pid::from_raw(-1),
+                nix::sys::signal::Signal::try_from(signal.as_raw()).ok(),
+            );
         }
     }
 
@@ -96,24 +118,33 @@ impl Server {
     }
 
     fn flush_finally(&mut self) {
+        let Some(Shutdown { purpose, .. }) = self.shutdown else { return };
         self.set_step(Step::Flushing);
-        let place = self.place;
-        self.workers.submit(move || {
-            match place {
-                Place::Guest => crate::boot::mounts::settle(),
-                Place::Host => {}
+        let (state, place) = (Arc::clone(&self.state), self.place);
+        self.keeper.submit(move || {
+            let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+            let released = state.release();
+            match (purpose, place) {
+                (Purpose::Release, _) => return Done::Stopped(released),
+                (Purpose::PowerOff, Place::Guest) => crate::boot::mounts::settle(),
+                (Purpose::PowerOff, Place::Host) => {}
             }
-            Done::Stopped
+            crate::boot::report("unmount a volume", released);
+            Done::Stopped(Ok(()))
         });
     }
 
-    pub(crate) fn stopped(&mut self) {
+    pub(crate) fn stopped(&mut self, result: Result<(), Failure>) {
         self.set_step(Step::Complete);
         if let Some(Shutdown { stream, epoch, .. }) = self.shutdown
             && epoch == self.epoch
         {
-            self.end_with(stream, Ok(Reply::Done));
+            self.end_with(stream, result.map(|()| Reply::Done));
         }
+    }
+
+    pub(crate) fn is_ending(&self) -> bool {
+        self.shutdown.is_some()
     }
 
     fn set_step(&mut self, step: Step) {
@@ -124,7 +155,8 @@ impl Server {
 
     /// The answer has gone, too.
     pub(crate) fn is_shut_down(&self) -> bool {
-        self.shutdown.as_ref().is_some_and(|shutdown| shutdown.step == Step::Complete)
-            && self.port.output.is_empty()
+        self.shutdown.as_ref().is_some_and(|shutdown| {
+            shutdown.purpose == Purpose::PowerOff && shutdown.step == Step::Complete
+        }) && self.port.output.is_empty()
     }
 }

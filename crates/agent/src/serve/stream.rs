@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use protocol::Request;
 use protocol::frame::{Assembler, Channel};
 
 use crate::exec::Serial;
@@ -31,8 +32,23 @@ pub(crate) enum Role {
     Reading(Reading),
     Writing(Writing),
     Listing(Listed),
+    /// The request waits until everything goes on.
+    Deferred(Deferred),
     /// A worker or a later moment has the answer; nothing more is expected from the host.
     Answering,
+}
+
+pub(crate) struct Deferred {
+    pub(crate) request: Box<Request>,
+    /// Of its standard input, what has come meanwhile.
+    pub(crate) data: Vec<Vec<u8>>,
+    pub(crate) finished: bool,
+}
+
+impl Deferred {
+    pub(crate) fn is_fed(&self) -> bool {
+        matches!(&*self.request, Request::ExecStart(start) if start.has_stdin)
+    }
 }
 
 pub(crate) struct Watch {
@@ -90,6 +106,7 @@ impl Stream {
         match &self.role {
             Role::Opening { bytes, .. } => *bytes,
             Role::Writing(writing) => writing.inbox_bytes + writing.taken_bytes,
+            Role::Deferred(deferred) => deferred.data.iter().map(Vec::len).sum(),
             Role::Watching(_) | Role::Reading(_) | Role::Listing(_) | Role::Answering => 0,
         }
     }

@@ -388,52 +388,13 @@ fn a_shutdown_ends_what_runs_and_answers_last() {
 /// Where this host has a version 2 hierarchy: execs in groups of their own.
 mod in_groups {
     use super::*;
+    use crate::lent::Hierarchy;
 
     fn start() -> Option<(Client, Hierarchy)> {
         let hierarchy = Hierarchy::new()?;
         let mut options = agent::Options::hosted();
-        options.groups = Some(hierarchy.0.clone());
+        options.groups = Some(hierarchy.path().to_owned());
         Some((Client::start_with(options), hierarchy))
-    }
-
-    struct Hierarchy(std::path::PathBuf);
-
-    impl Hierarchy {
-        fn new() -> Option<Self> {
-            static NEXT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
-            let number = NEXT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            let name = format!("atoll-test-{}-{number}", std::process::id());
-            ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"]
-                .into_iter()
-                .map(std::path::PathBuf::from)
-                .find_map(|root| {
-                    let exists = root.join("cgroup.procs").exists()
-                        && root.join("cgroup.kill").exists()
-                        || root.join("cgroup.controllers").exists();
-                    let path = root.join(&name);
-                    (exists && std::fs::create_dir(&path).is_ok()).then_some(Self(path))
-                })
-        }
-
-        fn groups(&self) -> usize {
-            std::fs::read_dir(self.0.join("work"))
-                .unwrap()
-                .flatten()
-                .filter(|entry| entry.path().is_dir())
-                .count()
-        }
-    }
-
-    impl Drop for Hierarchy {
-        fn drop(&mut self) {
-            let work = self.0.join("work");
-            for entry in std::fs::read_dir(&work).into_iter().flatten().flatten() {
-                let _ = std::fs::write(entry.path().join("cgroup.kill"), "1");
-                let _ = std::fs::remove_dir(entry.path());
-            }
-            let _ = std::fs::remove_dir(work);
-            let _ = std::fs::remove_dir(&self.0);
-        }
     }
 
     #[test]

@@ -8,4 +8,7 @@
 mod channel;
 mod execs;
 mod files;
+mod lent;
+mod quiet;
 mod support;
+mod volumes;

@@ -191,6 +191,11 @@ impl Client {
         }
     }
 
+    /// Of what was read already.
+    pub(crate) fn has(&self, stream: u32) -> bool {
+        self.events.get(&stream).is_some_and(|events| !events.is_empty())
+    }
+
     pub(crate) fn reply(&mut self, stream: u32) -> Reply {
         match self.next(stream) {
             Event::Reply(reply) => reply,
