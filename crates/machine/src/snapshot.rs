@@ -28,6 +28,8 @@ pub struct Save<F> {
 pub struct Saved {
     /// The machine has stood still since then.
     pub stopped_since: Instant,
+    /// How long until all was written.
+    pub stood: Duration,
     pub changed_pages: u64,
     /// Written to the memory file: whole blocks around the changed pages.
     pub changed_bytes: u64,
@@ -120,6 +122,7 @@ impl Machine {
         let while_stopped = cloned.map_err(Error::host("clone the disk of a machine"))?;
         Ok(Saved {
             stopped_since,
+            stood: stopped_since.elapsed(),
             changed_pages: changed.pages,
             changed_bytes: changed.blocks.iter().map(|block| block.end - block.start).sum(),
             steps: Steps { stop, state, scan, copy, while_stopped },

@@ -10,7 +10,7 @@ mod harness;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use harness::{Bake, DEADLINE, place, repair, run, scratch, spec};
+use harness::{Bake, DEADLINE, place, repair, run, scratch, snapshot, spec};
 use machine::guest::{Event, FileRead, FileWrite, Guest, Reply, Request};
 
 const CLONES: usize = 5;
@@ -36,7 +36,45 @@ async fn figures_of_a_machine() {
         let bake = Bake::make(spec(1, memory_mib), scratch(&format!("figures-{memory_mib}"))).await;
         println!("{:<44} {:15.1}", "bake, ms", milliseconds(begun));
         clones_of(&bake).await;
+        for changed_mb in [0, 50, 200] {
+            saves_of(&bake, changed_mb).await;
+        }
     }
+}
+
+async fn saves_of(bake: &Bake, changed_mb: u32) {
+    let (machine, guest) = bake.start(&format!("saved{changed_mb}")).await;
+    let script = format!(
+        "mkdir /run/m && mount -t tmpfs none /run/m && head -c {changed_mb}M /dev/zero | tr '\\0' x > /run/m/file"
+    );
+    run(&guest, "fill", &script).await;
+    let mut steps = Steps::default();
+    let mut stored = 0.0;
+    for n in 0..5 {
+        let begun = Instant::now();
+        machine.flush_disks().await.unwrap();
+        steps.add("write back", milliseconds(begun), 0.0);
+        let directory = bake.directory.join(format!("save{changed_mb}-{n}"));
+        let begun = Instant::now();
+        let (_, saved) = snapshot(bake, &machine, &guest, directory).await;
+        steps.add("quiesce to thaw, with the clone", milliseconds(begun), 0.0);
+        for (name, took) in [
+            ("    stop", saved.steps.stop),
+            ("    state", saved.steps.state),
+            ("    scan", saved.steps.scan),
+            ("    copy", saved.steps.copy),
+            ("    disk", saved.steps.while_stopped),
+            ("    all of it", saved.stood),
+        ] {
+            steps.add(name, took.as_secs_f64() * 1e3, 0.0);
+        }
+        stored = saved.changed_bytes as f64 / 1e6;
+    }
+    println!("save with {changed_mb} MB changed; {stored:.1} MB written");
+    for (name, wall, _) in steps.0 {
+        show(&format!("{name}, ms"), wall);
+    }
+    machine.into_inner().kill().await.unwrap();
 }
 
 /// Wall-clock and processor milliseconds of each step: on a busy host only the latter can be compared.

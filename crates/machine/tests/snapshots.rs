@@ -84,7 +84,7 @@ async fn ten_generations_of_snapshots_lose_nothing() {
     machine.into_inner().kill().await.unwrap();
     for generation in 1..=10 {
         let (machine, guest) = last.start("running").await;
-        check(&guest, "check").await;
+        check(&guest, &format!("check{generation}")).await;
         let script = format!(
             "test $(ls /root/generations /run/m/generations | grep -c '^[0-9]') = {}; echo $?; \
              mkdir -p /root/generations /run/m/generations; touch /root/generations/{generation} /run/m/generations/{generation}; \
@@ -95,7 +95,7 @@ async fn ten_generations_of_snapshots_lose_nothing() {
         assert_eq!(output.lines().last(), Some("0"), "{output}");
         let directory = bake.directory.join(format!("generation{generation}"));
         let (taken, _) = snapshot(&last, &machine, &guest, directory).await;
-        run(&guest, "goes-on", "true").await;
+        run(&guest, &format!("goes-on{generation}"), "true").await;
         machine.into_inner().kill().await.unwrap();
         last = taken;
     }
