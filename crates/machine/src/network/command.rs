@@ -1,10 +1,10 @@
 //! Runs `ip` and `nft`: input given, output bounded in time, a refusal told in their own words.
 
-use std::{io, process::Stdio, time::Duration};
+use std::{borrow::Cow, io, process::Stdio, time::Duration};
 
 use tokio::{io::AsyncWriteExt, process::Child};
 
-use super::Error;
+use super::{Error, address::Instance};
 
 /// They take milliseconds; a host under load may need its time.
 const DEADLINE: Duration = Duration::from_secs(10);
@@ -21,17 +21,32 @@ pub(super) enum Program {
     NftListChains,
     /// Prints the names of all tables.
     NftListTables,
+    /// Prints the host's table of an instance.
+    NftListTable(Instance),
 }
 
 impl Program {
-    fn command_line(self) -> &'static [&'static str] {
+    fn name(self) -> &'static str {
         match self {
-            Self::Ip => &["ip", "-batch", "-"],
-            Self::IpRegardless => &["ip", "-force", "-batch", "-"],
-            Self::Nft => &["nft", "-f", "-"],
-            Self::NftListChains => &["nft", "list", "chains"],
-            Self::NftListTables => &["nft", "list", "tables"],
+            Self::Ip | Self::IpRegardless => "ip",
+            Self::Nft | Self::NftListChains | Self::NftListTables | Self::NftListTable(_) => "nft",
         }
+    }
+
+    fn arguments(self) -> Vec<Cow<'static, str>> {
+        let fixed: &[&str] = match self {
+            Self::Ip => &["-batch", "-"],
+            Self::IpRegardless => &["-force", "-batch", "-"],
+            Self::Nft => &["-f", "-"],
+            Self::NftListChains => &["list", "chains"],
+            Self::NftListTables => &["list", "tables"],
+            Self::NftListTable(_) => &["list", "table", "inet"],
+        };
+        let mut arguments: Vec<_> = fixed.iter().map(|word| Cow::Borrowed(*word)).collect();
+        if let Self::NftListTable(instance) = self {
+            arguments.push(instance.table().into());
+        }
+        arguments
     }
 }
 
@@ -43,11 +58,9 @@ pub(super) struct Running {
 
 /// Starts `program` in the network namespace of the calling thread, which must be in a runtime's context.
 pub(super) fn start(program: Program) -> Result<Running, Error> {
-    let [name, arguments @ ..] = program.command_line() else {
-        unreachable!("every command line has a first word");
-    };
+    let name = program.name();
     let child = tokio::process::Command::new(name)
-        .args(arguments)
+        .args(program.arguments().iter().map(|word| &**word))
         .env("LC_ALL", "C")
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

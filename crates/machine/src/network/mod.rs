@@ -10,9 +10,12 @@
 
 mod address;
 mod command;
-mod egress;
+mod destination;
+mod gate;
+mod guard;
 mod host;
 mod namespace;
+mod policy;
 mod resolver;
 mod rules;
 #[cfg(test)]
@@ -31,13 +34,16 @@ use tracing::{info, warn};
 
 pub use self::{
     address::{GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX},
-    egress::{Egress, EgressError},
+    destination::{Destination, DestinationError},
+    gate::Gate,
     host::{OnHost, instances_on_host},
+    policy::{Egress, HostPolicy, Policy, Traffic},
 };
 use self::{
     address::{Instance, LINK_PREFIX, Slot, TAP, UPLINK},
     command::Program,
-    resolver::Forwarder,
+    guard::Guard,
+    resolver::{Forwarder, Upstream},
 };
 use crate::tap::Tap;
 
@@ -73,8 +79,8 @@ impl Error {
 pub struct NetworkConfig {
     /// 0 to 1023; no two servers of a host may have the same.
     pub instance: u16,
-    /// What sandboxes may reach beyond the internet.
-    pub egress_allow: Vec<Egress>,
+    /// The bounds of what sandboxes may reach.
+    pub policy: HostPolicy,
     /// Asked in this order; they may be where no guest can reach.
     pub resolvers: Vec<SocketAddr>,
 }
@@ -97,7 +103,9 @@ impl NetworkConfig {
 #[derive(Debug)]
 pub struct Networks {
     instance: Instance,
-    resolvers: Arc<[SocketAddr]>,
+    policy: Arc<HostPolicy>,
+    upstream: Arc<Upstream>,
+    guard: Guard,
 }
 
 impl Networks {
@@ -107,19 +115,33 @@ impl Networks {
         let instance = Instance::new(config.instance)?;
         namespace::ensure_names()?;
         // The rules come first: from the moment the host forwards they must hold.
-        command::run(Program::Nft, &rules::host_table(instance, &config.egress_allow)).await?;
+        let guard = Guard::start(instance, rules::host_table(instance, &config.policy)).await?;
         forward_on_host()?;
         warn_of_dropped_forwards().await;
-        Ok(Self { instance, resolvers: config.resolvers.into() })
+        Ok(Self { guard, ..Self::unguarded(instance, config) })
+    }
+
+    fn unguarded(instance: Instance, config: NetworkConfig) -> Self {
+        Self {
+            instance,
+            policy: Arc::new(config.policy),
+            upstream: Arc::new(Upstream::new(config.resolvers)),
+            guard: Guard::default(),
+        }
     }
 
     /// Leaves the host as it is, so nothing that it prepared would be walled in: for what only takes away.
     pub fn without_rules(config: NetworkConfig) -> Result<Self, Error> {
-        Ok(Self { instance: Instance::new(config.instance)?, resolvers: config.resolvers.into() })
+        Ok(Self::unguarded(Instance::new(config.instance)?, config))
     }
 
-    /// Makes the network of `slot`, in place of whatever was left there. What a failed or abandoned
-    /// attempt has made goes away with the next attempt, or the next sweep.
+    /// The bounds within which sandboxes have policies of their own.
+    pub fn host_policy(&self) -> &HostPolicy {
+        &self.policy
+    }
+
+    /// Makes the network of `slot`, in place of whatever was left there; it has the default policy. What a
+    /// failed or abandoned attempt has made goes away with the next attempt, or the next sweep.
     pub async fn prepare(&self, slot: u16) -> Result<Namespace, Error> {
         let slot = self.instance.slot(slot)?;
         if namespace::path(slot).exists() || namespace::has_link(slot) {
@@ -138,39 +160,56 @@ impl Networks {
 
     async fn build(&self, slot: Slot) -> Result<Namespace, Error> {
         let (netns, (tap, nft)) = namespace::create(slot, || {
-            namespace::set_if_there("ipv6/conf/all/disable_ipv6", "1")?;
-            namespace::set_if_there("ipv6/conf/default/disable_ipv6", "1")?;
-            namespace::set("ipv4/ip_forward", "1")?;
+            settings_inside()?;
             Ok((namespace::make_tap()?, command::start(Program::Nft)?))
         })
         .await?;
         // The namespace's rules and the pair of interfaces do not need each other; but no packet passes
         // before both are there, since the inside is brought up last.
-        let rules = rules::namespace_table();
+        let policy = Policy::default();
+        let rules = rules::namespace_tables(&self.policy, &policy);
         let outside = outside(slot);
         tokio::try_join!(nft.finish(&rules), command::run(Program::Ip, &outside))?;
-        namespace::set_if_there(&format!("ipv6/conf/{}/disable_ipv6", slot.link()), "1")?;
+        settings_outside(slot)?;
         let ip = namespace::visit(&netns, || command::start(Program::Ip)).await?;
         ip.finish(&inside(slot)).await?;
-        let forwarder = self.forwarder(&netns).await?;
-        Ok(Namespace { slot, netns, tap: Some(tap), forwarder })
+        self.namespace(slot, netns, Some(tap), &policy).await
     }
 
-    /// Takes over the network of `slot` from a server that ended while the machine went on.
-    pub async fn adopt(&self, slot: u16) -> Result<Namespace, Error> {
+    /// Takes over the network of `slot` from a server that ended while the machine went on. Its rules are
+    /// put in place anew: the host's owner may have said something else since, or somebody changed them.
+    pub async fn adopt(&self, slot: u16, policy: &Policy) -> Result<Namespace, Error> {
         let slot = self.instance.slot(slot)?;
         let netns = namespace::open(slot)?;
-        let forwarder = self.forwarder(&netns).await?;
-        Ok(Namespace { slot, netns, tap: None, forwarder })
+        let nft = namespace::visit(&netns, || {
+            settings_inside()?;
+            command::start(Program::Nft)
+        })
+        .await?;
+        nft.finish(&rules::namespace_tables(&self.policy, policy)).await?;
+        settings_outside(slot)?;
+        self.namespace(slot, netns, None, policy).await
     }
 
-    async fn forwarder(&self, netns: &OwnedFd) -> Result<Forwarder, Error> {
+    async fn namespace(
+        &self,
+        slot: Slot,
+        netns: OwnedFd,
+        tap: Option<OwnedFd>,
+        policy: &Policy,
+    ) -> Result<Namespace, Error> {
+        let forwarder = self.forwarder(&netns, policy.egress).await?;
+        let gate = Gate::new(slot, netns, Arc::clone(&self.policy), forwarder.switch());
+        Ok(Namespace { slot, gate, tap, forwarder })
+    }
+
+    async fn forwarder(&self, netns: &OwnedFd, egress: Egress) -> Result<Forwarder, Error> {
         let sockets = namespace::visit(netns, || {
             resolver::bind(GATEWAY)
                 .map_err(|source| Error::kernel("listen at", format!("{GATEWAY}:53"), source))
         })
         .await?;
-        Forwarder::start(sockets, self.resolvers.clone())
+        Forwarder::start(sockets, Arc::clone(&self.upstream), egress)
             .map_err(|source| Error::kernel("start", "the resolver of a namespace", source))
     }
 
@@ -191,6 +230,7 @@ impl Networks {
 
     /// Removes the host's rules. Machines that still run would be without them: sweep first.
     pub async fn close(&self) -> Result<(), Error> {
+        self.guard.stop().await;
         command::run(Program::Nft, &rules::host_table_removal(self.instance)).await?;
         Ok(())
     }
@@ -201,7 +241,7 @@ impl Networks {
 #[derive(Debug)]
 pub struct Namespace {
     slot: Slot,
-    netns: OwnedFd,
+    gate: Gate,
     tap: Option<OwnedFd>,
     forwarder: Forwarder,
 }
@@ -214,8 +254,13 @@ impl Namespace {
         let failed = |source| Error::kernel("hand out the tap of", name(), source);
         Ok(Tap {
             fd: tap.try_clone().map_err(failed)?,
-            netns: self.netns.try_clone().map_err(failed)?,
+            netns: self.gate.netns().try_clone().map_err(failed)?,
         })
+    }
+
+    /// What this network lets through, to be asked and changed.
+    pub fn gate(&self) -> &Gate {
+        &self.gate
     }
 
     /// The address, unique on this host, under which the host sees the guest.
@@ -231,7 +276,7 @@ impl Namespace {
     pub async fn remove(self) -> Result<(), Error> {
         self.forwarder.stop().await;
         // The last descriptor of a tap takes the interface with it, which the kernel waits for.
-        let closed = tokio::task::spawn_blocking(move || drop((self.tap, self.netns)));
+        let closed = tokio::task::spawn_blocking(move || drop((self.tap, self.gate)));
         let erased = erase(&[self.slot]).await;
         // It cannot panic, and a runtime that shuts down closes everything anyway.
         let _ = closed.await;
@@ -283,6 +328,24 @@ async fn erase(slots: &[Slot]) -> Result<(), Error> {
         }
         other => other.map(drop),
     }
+}
+
+/// In the calling thread's namespace.
+fn settings_inside() -> Result<(), Error> {
+    namespace::set_if_there("ipv6/conf/all/disable_ipv6", "1")?;
+    namespace::set_if_there("ipv6/conf/default/disable_ipv6", "1")?;
+    // Of packets that come in pieces the kernel holds so much until the rest is there, for each namespace.
+    namespace::set_if_there("ipv4/ipfrag_low_thresh", "196608")?;
+    namespace::set_if_there("ipv4/ipfrag_high_thresh", "262144")?;
+    namespace::set("ipv4/ip_forward", "1")
+}
+
+/// The host's end: no IPv6, and no address but its own namespace's.
+fn settings_outside(slot: Slot) -> Result<(), Error> {
+    let link = slot.link();
+    namespace::set_if_there(&format!("ipv6/conf/{link}/disable_ipv6"), "1")?;
+    // The link's name has a dot in it; as a path it is one word all the same.
+    namespace::set(&format!("ipv4/conf/{link}/rp_filter"), "1")
 }
 
 fn forward_on_host() -> Result<(), Error> {

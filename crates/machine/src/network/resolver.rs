@@ -1,33 +1,47 @@
 //! The guest's resolver at its gateway: hands each query to the host's resolvers, which may be where no
 //! guest can reach. It keeps nothing and makes nothing up.
 //!
-//! A guest costs only itself: its queries in flight are bounded, each is sent at most once to each
-//! resolver, and whatever comes back goes to the guest alone.
+//! A guest costs only itself: its queries in a second and in flight are bounded, each is sent at most once to
+//! each resolver, and whatever comes back goes to the guest alone.
 
+mod budget;
 mod message;
 
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, UdpSocket},
-    sync::Arc,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
+    sync::Semaphore,
     task::JoinSet,
     time::timeout,
 };
 use tracing::warn;
 
-use self::message::{Code, Verdict};
+use self::{
+    budget::Budget,
+    message::{Code, Verdict},
+};
+use super::policy::Egress;
 
 const PORT: u16 = 53;
 
 /// Of one guest. More are dropped, as a network would; resolvers ask again.
 const QUERIES: usize = 32;
 const CONNECTIONS: usize = 8;
+const QUERIES_A_SECOND: u32 = 100;
+const QUERIES_AT_ONCE: u32 = 200;
+
+/// Of all guests, since each holds a descriptor of the server.
+const QUERIES_IN_ALL: usize = 2048;
 
 /// No honest query is longer.
 const QUERY_BYTES: usize = 2048;
@@ -86,31 +100,116 @@ pub(super) fn bind(address: Ipv4Addr) -> io::Result<Sockets> {
     Ok(Sockets { udp, tcp })
 }
 
+/// Where queries go.
+#[derive(Debug)]
+pub(super) struct Upstream {
+    resolvers: Vec<SocketAddr>,
+    places: Semaphore,
+}
+
+impl Upstream {
+    pub(super) fn new(resolvers: Vec<SocketAddr>) -> Self {
+        Self { resolvers, places: Semaphore::new(QUERIES_IN_ALL) }
+    }
+}
+
+/// Whether a guest's queries are handed on. Those of a guest without the internet are refused, at once.
+#[derive(Debug, Clone)]
+pub(super) struct Switch(Arc<AtomicBool>);
+
+impl Switch {
+    fn new(egress: Egress) -> Self {
+        Self(Arc::new(AtomicBool::new(egress == Egress::Internet)))
+    }
+
+    pub(super) fn set(&self, egress: Egress) {
+        self.0.store(egress == Egress::Internet, Ordering::SeqCst);
+    }
+
+    pub(super) fn close_unless(&self, egress: Egress) {
+        self.0.fetch_and(egress == Egress::Internet, Ordering::SeqCst);
+    }
+
+    fn is_open(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+}
+
 /// The running resolver of one namespace; dropping it ends it.
 #[derive(Debug)]
-pub(super) struct Forwarder(JoinSet<()>);
+pub(super) struct Forwarder {
+    tasks: JoinSet<()>,
+    switch: Switch,
+}
 
 impl Forwarder {
-    pub(super) fn start(sockets: Sockets, resolvers: Arc<[SocketAddr]>) -> io::Result<Self> {
+    pub(super) fn start(
+        sockets: Sockets,
+        upstream: Arc<Upstream>,
+        egress: Egress,
+    ) -> io::Result<Self> {
         let udp = tokio::net::UdpSocket::from_std(sockets.udp)?;
         let tcp = tokio::net::TcpListener::from_std(sockets.tcp)?;
+        let switch = Switch::new(egress);
+        let guest = Arc::new(Guest {
+            upstream,
+            switch: switch.clone(),
+            budget: Mutex::new(Budget::new(QUERIES_A_SECOND, QUERIES_AT_ONCE)),
+        });
         let mut tasks = JoinSet::new();
-        tasks.spawn(serve_udp(udp.into(), resolvers.clone()));
-        tasks.spawn(serve_tcp(tcp, resolvers));
-        Ok(Self(tasks))
+        tasks.spawn(serve_udp(udp.into(), Arc::clone(&guest)));
+        tasks.spawn(serve_tcp(tcp, guest));
+        Ok(Self { tasks, switch })
+    }
+
+    pub(super) fn switch(&self) -> Switch {
+        self.switch.clone()
     }
 
     /// Returns once its sockets are closed.
     pub(super) async fn stop(mut self) {
-        self.0.shutdown().await;
+        self.tasks.shutdown().await;
     }
 }
 
-async fn serve_udp(socket: Arc<tokio::net::UdpSocket>, resolvers: Arc<[SocketAddr]>) {
+/// What belongs to one guest.
+struct Guest {
+    upstream: Arc<Upstream>,
+    switch: Switch,
+    budget: Mutex<Budget>,
+}
+
+impl Guest {
+    /// How long its next query has to wait.
+    fn spend(&self) -> Result<(), Duration> {
+        self.budget.lock().unwrap_or_else(PoisonError::into_inner).spend()
+    }
+
+    /// What it is told; `None` for what deserves no answer.
+    async fn answer(&self, query: &[u8], transport: Transport) -> Option<Vec<u8>> {
+        match message::judge(query) {
+            Verdict::Ignore => None,
+            Verdict::Refuse(code) => Some(message::refusal(query, code)),
+            Verdict::Forward if !self.switch.is_open() => {
+                Some(message::refusal(query, Code::Refused))
+            }
+            Verdict::Forward => {
+                let Ok(_place) = self.upstream.places.try_acquire() else {
+                    return Some(message::refusal(query, Code::ServerFailure));
+                };
+                let asked = ask_all(query, transport, &self.upstream.resolvers);
+                let answer = timeout(QUERY_DEADLINE, asked).await.ok().flatten();
+                Some(answer.unwrap_or_else(|| message::refusal(query, Code::ServerFailure)))
+            }
+        }
+    }
+}
+
+async fn serve_udp(socket: Arc<tokio::net::UdpSocket>, guest: Arc<Guest>) {
     let mut queries = JoinSet::new();
     let mut buffer = [0; QUERY_BYTES];
     loop {
-        let (length, guest) = match socket.recv_from(&mut buffer).await {
+        let (length, from) = match socket.recv_from(&mut buffer).await {
             Ok(received) => received,
             Err(error) => {
                 warn!(%error, "could not receive a guest's query");
@@ -119,21 +218,21 @@ async fn serve_udp(socket: Arc<tokio::net::UdpSocket>, resolvers: Arc<[SocketAdd
             }
         };
         while queries.try_join_next().is_some() {}
-        if queries.len() == QUERIES {
+        if queries.len() == QUERIES || guest.spend().is_err() {
             continue;
         }
         let query = buffer[..length].to_vec();
-        let (socket, resolvers) = (socket.clone(), resolvers.clone());
+        let (socket, guest) = (socket.clone(), Arc::clone(&guest));
         queries.spawn(async move {
-            if let Some(answer) = answer(&query, Transport::Udp, &resolvers).await {
+            if let Some(answer) = guest.answer(&query, Transport::Udp).await {
                 // A guest that is gone needs no answer.
-                let _ = socket.send_to(&answer, guest).await;
+                let _ = socket.send_to(&answer, from).await;
             }
         });
     }
 }
 
-async fn serve_tcp(listener: tokio::net::TcpListener, resolvers: Arc<[SocketAddr]>) {
+async fn serve_tcp(listener: tokio::net::TcpListener, guest: Arc<Guest>) {
     let mut connections = JoinSet::new();
     loop {
         let stream = match listener.accept().await {
@@ -148,18 +247,21 @@ async fn serve_tcp(listener: tokio::net::TcpListener, resolvers: Arc<[SocketAddr
         if connections.len() == CONNECTIONS {
             continue;
         }
-        let resolvers = resolvers.clone();
+        let guest = Arc::clone(&guest);
         connections.spawn(async move {
             // It ends by the guest's wish, by its silence or by its nonsense; none needs a word.
-            let _ = serve_connection(stream, &resolvers).await;
+            let _ = serve_connection(stream, &guest).await;
         });
     }
 }
 
-async fn serve_connection(mut stream: TcpStream, resolvers: &[SocketAddr]) -> io::Result<()> {
+async fn serve_connection(mut stream: TcpStream, guest: &Guest) -> io::Result<()> {
     loop {
         let query = timeout(IDLE_DEADLINE, receive(&mut stream, QUERY_BYTES)).await??;
-        let Some(answer) = answer(&query, Transport::Tcp, resolvers).await else {
+        while let Err(pause) = guest.spend() {
+            tokio::time::sleep(pause).await;
+        }
+        let Some(answer) = guest.answer(&query, Transport::Tcp).await else {
             return Ok(());
         };
         timeout(IDLE_DEADLINE, send(&mut stream, &answer)).await??;
@@ -170,21 +272,6 @@ async fn serve_connection(mut stream: TcpStream, resolvers: &[SocketAddr]) -> io
 enum Transport {
     Udp,
     Tcp,
-}
-
-/// What the guest is told; `None` for what deserves no answer.
-async fn answer(query: &[u8], transport: Transport, resolvers: &[SocketAddr]) -> Option<Vec<u8>> {
-    match message::judge(query) {
-        Verdict::Ignore => None,
-        Verdict::Refuse(code) => Some(message::refusal(query, code)),
-        Verdict::Forward => Some(
-            timeout(QUERY_DEADLINE, ask_all(query, transport, resolvers))
-                .await
-                .ok()
-                .flatten()
-                .unwrap_or_else(|| message::refusal(query, Code::ServerFailure)),
-        ),
-    }
 }
 
 /// The first useful answer, or else the last useless one.
@@ -304,21 +391,41 @@ mod tests {
         (address, tasks)
     }
 
+    fn guest(resolvers: Vec<SocketAddr>) -> Guest {
+        Guest {
+            upstream: Arc::new(Upstream::new(resolvers)),
+            switch: Switch::new(Egress::Internet),
+            budget: Mutex::new(Budget::new(QUERIES_A_SECOND, QUERIES_AT_ONCE)),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_guest_without_the_internet_is_refused_and_nobody_is_asked() {
+        let (good, mut resolver) = resolver(0).await;
+        let guest = guest(vec![good]);
+        guest.switch.set(Egress::None);
+        resolver.shutdown().await;
+        for transport in [Transport::Udp, Transport::Tcp] {
+            let answer = guest.answer(&query(), transport).await.unwrap();
+            assert_eq!(answer[3] & 15, 5);
+        }
+    }
+
     #[tokio::test]
     async fn a_resolver_that_fails_is_followed_by_the_next() {
         let (failing, _one) = resolver(2).await;
         let (good, _other) = resolver(0).await;
         // Nobody listens at the first.
-        let resolvers = ["127.0.0.1:1".parse().unwrap(), failing, good];
-        let answer = answer(&query(), Transport::Udp, &resolvers).await.unwrap();
+        let resolvers = vec!["127.0.0.1:1".parse().unwrap(), failing, good];
+        let answer = guest(resolvers).answer(&query(), Transport::Udp).await.unwrap();
         assert_eq!((&answer[..2], answer[3] & 15), (&[0x12, 0x34][..], 0));
     }
 
     #[tokio::test]
     async fn without_a_resolver_the_guest_learns_of_the_failure() {
         for transport in [Transport::Udp, Transport::Tcp] {
-            let answer =
-                answer(&query(), transport, &["127.0.0.1:1".parse().unwrap()]).await.unwrap();
+            let guest = guest(vec!["127.0.0.1:1".parse().unwrap()]);
+            let answer = guest.answer(&query(), transport).await.unwrap();
             assert_eq!(answer[3] & 15, 2);
             assert_eq!(answer.len(), query().len());
         }
@@ -334,7 +441,7 @@ mod tests {
                 .collect();
         let resolvers: Vec<_> = silent.iter().map(|socket| socket.local_addr().unwrap()).collect();
         let start = tokio::time::Instant::now();
-        let answer = answer(&query(), Transport::Udp, &resolvers).await.unwrap();
+        let answer = guest(resolvers).answer(&query(), Transport::Udp).await.unwrap();
         assert_eq!(answer[3] & 15, 2);
         assert!(start.elapsed() <= Duration::from_secs(5));
     }

@@ -1,70 +1,61 @@
 //! The text of all nftables rules. Pure: nothing is run here.
 //!
-//! Two places decide about a guest's packet. Its namespace lets out only what bears the guest's address,
-//! and itself answers only DNS and ping. The host's table, one for all sandboxes of an instance, refuses
-//! every destination that is not the internet's.
+//! A guest's packet is judged three times. The tap lets in nothing but IPv4 from the guest's address, and
+//! questions for the gateway's hardware address. The namespace knows the sandbox's policy, and itself answers
+//! only DNS and ping. The host's table, one for all sandboxes of an instance, refuses whatever is not the
+//! internet's; closed ranges are named in both places, so that neither has to trust the other.
 
 use std::fmt::Write;
 
 use super::{
-    address::{GATEWAY, GUEST, INSTANCE_PREFIX, Instance, TAP, UPLINK},
-    egress::Egress,
+    address::{GATEWAY, GUEST, GUEST_MAC, INSTANCE_PREFIX, Instance, TAP, UPLINK},
+    destination::Destination,
+    policy::{CLOSED, Egress, HostPolicy, Policy},
 };
 
-/// Where no sandbox may send anything unless `--egress-allow` names it. The documentation ranges
-/// (192.0.2.0/24, 198.51.100.0/24, 203.0.113.0/24) are left out on purpose: test networks use them.
-const DENIED: [&str; 12] = [
-    "0.0.0.0/8",
-    "10.0.0.0/8",
-    // Shared by carriers; ours, too: all sandboxes are in it, and so is a metadata service (100.100.100.200).
-    "100.64.0.0/10",
-    "127.0.0.0/8",
-    // A cloud's agent endpoint, at a public address but inside the host's network.
-    "168.63.129.16/32",
-    // Link-local, and most clouds' metadata.
-    "169.254.0.0/16",
-    "172.16.0.0/12",
-    "192.0.0.0/24",
-    "192.168.0.0/16",
-    "198.18.0.0/15",
-    "224.0.0.0/4",
-    "240.0.0.0/4",
-];
+/// Of one guest. The host's table of connections is everybody's.
+const CONNECTIONS: u32 = 2048;
+/// Of one guest, in a second, and at once.
+const QUERIES: (u32, u32) = (200, 400);
+const QUERY_CONNECTIONS: (u32, u32) = (20, 40);
+const PINGS: (u32, u32) = (20, 20);
+/// Of a rate limit. A frame that is yet to be cut for the wire has up to 64 KiB.
+const LEAST_BURST_BYTES: u64 = 256 * 1024;
+const BYTES_OF_A_MBIT: u64 = 1_000_000 / 8;
+
+/// Before a drop: a guest that may not connect learns it at once, and one that might no longer loses its connections.
+const RESET: &str = "meta l4proto tcp reject with tcp reset";
 
 /// The host's table. It replaces an older one of the same name in one transaction, so running sandboxes
 /// are never without it.
 ///
 /// A drop here is final, whatever the host's own firewall says; an accept is not, so a host that drops
 /// forwarded packets still does.
-pub(super) fn host_table(instance: Instance, allow: &[Egress]) -> String {
+pub(super) fn host_table(instance: Instance, host: &HostPolicy) -> String {
     let table = instance.table();
     let link = instance.link_prefix();
     let range = format!("{}/{INSTANCE_PREFIX}", instance.range());
-    let denied = DENIED.join(", ");
-    let mut allowed = String::new();
-    for egress in allow {
-        let network = egress.network();
-        let _ = match egress.port() {
-            Some(port) => {
-                writeln!(
-                    allowed,
-                    "    ip daddr {network} meta l4proto {{ tcp, udp }} th dport {port} accept"
-                )
-            }
-            None => writeln!(allowed, "    ip daddr {network} accept"),
-        };
+    let closed = CLOSED.join(", ");
+    let mut opened = String::new();
+    for destination in &host.deny {
+        let _ = writeln!(opened, "    {} drop", Packets::Sent.of(destination));
+    }
+    for destination in host.opened() {
+        pass(&mut opened, Packets::Sent, destination, "accept");
     }
     format!(
         r#"{removal}table inet {table} {{
-  chain allowed {{
-{allowed}  }}
+  chain opened {{
+{opened}  }}
   chain input {{
     type filter hook input priority -10; policy accept;
     iifname != "{link}*" accept
     meta nfproto != ipv4 drop
     ip saddr != {range} drop
     ct state established,related accept
-    jump allowed
+    ct state invalid drop
+    jump opened
+    {RESET}
     drop
   }}
   chain forward {{
@@ -75,9 +66,11 @@ pub(super) fn host_table(instance: Instance, allow: &[Egress]) -> String {
   chain outgoing {{
     meta nfproto != ipv4 drop
     ip saddr != {range} drop
+    ct state invalid drop
     oifname "{link}*" drop
-    jump allowed
-    ip daddr {{ {denied} }} drop
+    jump opened
+    ip daddr {{ {closed} }} {RESET}
+    ip daddr {{ {closed} }} drop
     accept
   }}
   chain incoming {{
@@ -96,29 +89,50 @@ pub(super) fn host_table(instance: Instance, allow: &[Egress]) -> String {
 
 /// Succeeds without a table, too.
 pub(super) fn host_table_removal(instance: Instance) -> String {
-    let table = instance.table();
-    format!("table inet {table}\ndelete table inet {table}\n")
+    removal(&format!("inet {}", instance.table()))
 }
 
-/// The same in every namespace.
-pub(super) fn namespace_table() -> String {
+fn removal(table: &str) -> String {
+    format!("table {table}\ndelete table {table}\n")
+}
+
+/// Everything in a namespace, instead of what was there, in one transaction.
+pub(super) fn namespace_tables(host: &HostPolicy, policy: &Policy) -> String {
+    let (queries, query_burst) = QUERIES;
+    let (connections, connection_burst) = QUERY_CONNECTIONS;
+    let (pings, ping_burst) = PINGS;
+    let (tap_removal, removal) = (removal("netdev atoll"), removal("inet atoll"));
+    let judges = judges(host, policy);
     format!(
-        r#"table inet atoll {{
+        r#"{tap_removal}{removal}table netdev atoll {{
+  chain ingress {{
+    type filter hook ingress device "{TAP}" priority -500; policy drop;
+    ether saddr != {GUEST_MAC} drop
+    ip saddr {GUEST} accept
+    arp operation request arp saddr ip {GUEST} arp daddr ip {GATEWAY} accept
+  }}
+}}
+{judges}table inet atoll {{
   chain input {{
     type filter hook input priority filter; policy drop;
-    iifname "lo" accept
-    iifname "{TAP}" ip saddr {GUEST} ip daddr {GATEWAY} udp dport 53 accept
-    iifname "{TAP}" ip saddr {GUEST} ip daddr {GATEWAY} tcp dport 53 accept
-    iifname "{TAP}" ip saddr {GUEST} ip daddr {GATEWAY} icmp type echo-request accept
+    iifname != "{TAP}" drop
+    meta nfproto != ipv4 drop
+    ip saddr != {GUEST} drop
+    ip daddr != {GATEWAY} drop
+    udp dport 53 limit rate {queries}/second burst {query_burst} packets accept
+    ct state invalid drop
+    tcp dport 53 ct state established accept
+    tcp dport 53 limit rate {connections}/second burst {connection_burst} packets accept
+    icmp type echo-request limit rate {pings}/second burst {ping_burst} packets accept
   }}
   chain output {{
-    type filter hook output priority filter; policy accept;
-    meta nfproto ipv6 drop
+    type filter hook output priority filter; policy drop;
+    meta nfproto ipv4 oifname "{TAP}" ip daddr {GUEST} accept
   }}
   chain forward {{
     type filter hook forward priority filter; policy drop;
-    iifname "{TAP}" oifname "{UPLINK}" ip saddr {GUEST} accept
-    iifname "{UPLINK}" oifname "{TAP}" ct state established,related accept
+    iifname "{TAP}" oifname "{UPLINK}" ip saddr {GUEST} jump outgoing
+    iifname "{UPLINK}" oifname "{TAP}" ct state established,related jump incoming
   }}
   chain postrouting {{
     type nat hook postrouting priority srcnat; policy accept;
@@ -127,6 +141,141 @@ pub(super) fn namespace_table() -> String {
 }}
 "#
     )
+}
+
+/// Another policy for a namespace that has its tables, in one transaction. Every packet is judged, those of
+/// connections that were open before, too.
+pub(super) fn policy_change(host: &HostPolicy, policy: &Policy) -> String {
+    let mut text = String::new();
+    for chain in JUDGES {
+        let _ = writeln!(text, "flush chain inet atoll {chain}");
+    }
+    text + &judges(host, policy)
+}
+
+const JUDGES: [&str; 7] =
+    ["outgoing", "outgoing_opened", "incoming", "incoming_opened", "sent", "received", "refused"];
+
+/// Which packets a judge looks at.
+#[derive(Debug, Clone, Copy)]
+enum Packets {
+    /// By the guest: judged by where they go.
+    Sent,
+    /// For the guest: judged by where the connection they belong to went.
+    Received,
+}
+
+impl Packets {
+    /// What leads to `destination`, or comes from there.
+    fn of(self, destination: &Destination) -> String {
+        let (address, network) = (self.address(), destination.network());
+        let port = match self {
+            Self::Sent => "dport",
+            Self::Received => "sport",
+        };
+        match destination.port() {
+            None => format!("{address} {network}"),
+            Some(number) => {
+                format!("{address} {network} meta l4proto {{ tcp, udp }} th {port} {number}")
+            }
+        }
+    }
+
+    /// The chain that passes them, and the verdict for those that do not.
+    fn ends(self) -> (&'static str, &'static str) {
+        match self {
+            Self::Sent => ("goto sent", "goto refused"),
+            Self::Received => ("goto received", "drop"),
+        }
+    }
+
+    fn address(self) -> &'static str {
+        match self {
+            Self::Sent => "ip daddr",
+            Self::Received => "ct original ip daddr",
+        }
+    }
+}
+
+fn refuse(text: &mut String, packets: Packets, destination: &Destination) {
+    let _ = writeln!(text, "    {} {}", packets.of(destination), packets.ends().1);
+}
+
+fn pass(text: &mut String, packets: Packets, destination: &Destination, verdict: &str) {
+    let _ = writeln!(text, "    {} {verdict}", packets.of(destination));
+    if destination.port().is_some() && matches!(packets, Packets::Received) {
+        // What routers have to say of such a connection has no port.
+        let (address, network) = (packets.address(), destination.network());
+        let _ =
+            writeln!(text, "    {address} {network} ct state related meta l4proto icmp {verdict}");
+    }
+}
+
+/// The chains that a policy changes.
+fn judges(host: &HostPolicy, policy: &Policy) -> String {
+    let limit = rate_limit(policy);
+    let mut text = format!(
+        r#"table inet atoll {{
+  chain sent {{
+{limit}    ct state new ct count over {CONNECTIONS} drop
+    accept
+  }}
+  chain received {{
+{limit}    accept
+  }}
+  chain refused {{
+    {RESET}
+    drop
+  }}
+"#
+    );
+    judge(&mut text, host, policy, Packets::Sent, "outgoing");
+    judge(&mut text, host, policy, Packets::Received, "incoming");
+    text + "}\n"
+}
+
+fn rate_limit(policy: &Policy) -> String {
+    policy.rate_limit_mbit.map_or_else(String::new, |mbit| {
+        let rate = u64::from(mbit) * BYTES_OF_A_MBIT;
+        let burst = (rate / 10).max(LEAST_BURST_BYTES);
+        format!("    limit rate over {rate} bytes/second burst {burst} bytes drop\n")
+    })
+}
+
+fn judge(text: &mut String, host: &HostPolicy, policy: &Policy, packets: Packets, chain: &str) {
+    let (passed, refused) = packets.ends();
+    let _ = writeln!(text, "  chain {chain}_opened {{");
+    for destination in &policy.allow {
+        pass(text, packets, destination, passed);
+    }
+    if policy.egress == Egress::Internet {
+        for destination in &host.allow {
+            pass(text, packets, destination, passed);
+        }
+    }
+    let _ = write!(
+        text,
+        "    {refused}\n  }}\n  chain {chain} {{\n    ct state invalid drop\n    meta l4proto != {{ tcp, udp, icmp }} drop\n"
+    );
+    for destination in host.deny.iter().chain(&policy.deny) {
+        refuse(text, packets, destination);
+    }
+    for destination in host.opened() {
+        pass(text, packets, destination, &format!("goto {chain}_opened"));
+    }
+    let _ = writeln!(text, "    {} {{ {} }} {refused}", packets.address(), CLOSED.join(", "));
+    match policy.egress {
+        Egress::Internet => {
+            let _ = writeln!(text, "    {passed}");
+        }
+        Egress::None => {
+            for destination in &policy.allow {
+                pass(text, packets, destination, passed);
+            }
+            let _ = writeln!(text, "    {refused}");
+        }
+    }
+    text.push_str("  }\n");
 }
 
 /// The tables of `nft list chains` that drop every forwarded packet they do not know, as Docker's does:
@@ -156,13 +305,36 @@ mod tests {
         assert_eq!(tables_that_drop_forwarded(chains), ["ip filter"]);
     }
 
+    fn destinations(texts: &[&str]) -> Vec<Destination> {
+        texts.iter().map(|text| text.parse().unwrap()).collect()
+    }
+
     #[test]
-    fn what_is_allowed_is_asked_before_what_is_denied() {
-        let text = host_table(Instance::new(3).unwrap(), &["10.9.0.0/16:443".parse().unwrap()]);
-        let outgoing = &text[text.find("chain outgoing").unwrap()..];
-        assert!(outgoing.find("jump allowed").unwrap() < outgoing.find("10.0.0.0/8").unwrap());
-        assert!(
-            text.contains("ip daddr 10.9.0.0/16 meta l4proto { tcp, udp } th dport 443 accept")
-        );
+    fn a_refusal_of_the_host_is_asked_before_what_it_opens_and_that_before_what_is_closed() {
+        let host = HostPolicy {
+            deny: destinations(&["10.9.9.0/24"]),
+            allow: destinations(&["10.9.0.0/16:443"]),
+            permit: destinations(&["10.8.0.0/16"]),
+        };
+        let text = host_table(Instance::new(3).unwrap(), &host);
+        let place = |rule: &str| text.find(rule).unwrap_or_else(|| panic!("{rule} in {text}"));
+        let allowed = place("ip daddr 10.9.0.0/16 meta l4proto { tcp, udp } th dport 443 accept");
+        assert!(place("ip daddr 10.9.9.0/24 drop") < allowed);
+        assert!(allowed < place("ip daddr 10.8.0.0/16 accept"));
+        let outgoing = &text[place("chain outgoing")..];
+        assert!(outgoing.find("jump opened").unwrap() < outgoing.find("10.0.0.0/8").unwrap());
+    }
+
+    #[test]
+    fn what_is_permitted_is_reached_only_by_name() {
+        let host = HostPolicy { permit: destinations(&["10.8.0.0/16"]), ..HostPolicy::default() };
+        let chain = |policy: &Policy| {
+            let text = policy_change(&host, policy);
+            let start = text.find("chain outgoing_opened {").unwrap();
+            text[start..start + text[start..].find('}').unwrap()].to_owned()
+        };
+        assert!(!chain(&Policy::default()).contains("goto sent"));
+        let named = Policy { allow: destinations(&["10.8.1.0/24"]), ..Policy::default() };
+        assert!(chain(&named).contains("ip daddr 10.8.1.0/24 goto sent"));
     }
 }

@@ -49,10 +49,8 @@ async fn instance() -> Option<TestInstance> {
 
 impl TestInstance {
     async fn networks(&self, egress_allow: &[&str], resolvers: Vec<SocketAddr>) -> Networks {
-        let egress_allow = egress_allow.iter().map(|text| text.parse().unwrap()).collect();
-        Networks::new(NetworkConfig { instance: self.number, egress_allow, resolvers })
-            .await
-            .unwrap()
+        let policy = HostPolicy { allow: destinations(egress_allow), ..HostPolicy::default() };
+        Networks::new(NetworkConfig { instance: self.number, policy, resolvers }).await.unwrap()
     }
 
     /// Everything on the host that bears this instance's name.
@@ -72,6 +70,10 @@ impl TestInstance {
         }
         traces
     }
+}
+
+fn destinations(texts: &[&str]) -> Vec<Destination> {
+    texts.iter().map(|text| text.parse().unwrap()).collect()
 }
 
 /// Whether a command succeeded, and what it printed.
@@ -397,9 +399,9 @@ async fn a_guest_reaches_only_what_it_may() {
 /// A listener in the machine's namespace, where only the host can reach it.
 async fn listen_in(namespace: &Namespace, address: (Ipv4Addr, u16)) -> (SocketAddr, JoinSet<()>) {
     // The namespace itself admits nobody; the test's listener is to be reached by whoever can get there.
-    let admit = "nft insert rule inet atoll input iifname up0 accept";
-    must(&format!("ip netns exec {} {admit}", namespace.slot.namespace())).await;
-    let listener = namespace::visit(&namespace.netns, move || {
+    let admit = "insert rule inet atoll input iifname up0 accept; insert rule inet atoll output oifname up0 accept";
+    must(&format!("ip netns exec {} nft '{admit}'", namespace.slot.namespace())).await;
+    let listener = namespace::visit(namespace.gate.netns(), move || {
         let listener = std::net::TcpListener::bind(address)
             .map_err(|source| Error::kernel("listen", "in a namespace", source))?;
         listener
@@ -513,11 +515,11 @@ async fn the_gateway_resolves_before_and_after_the_server_restarts() {
 
     drop((namespace, networks));
     let networks = instance.networks(&[], vec![resolver]).await;
-    let namespace = networks.adopt(3).await.unwrap();
+    let namespace = networks.adopt(3, &Policy::default()).await.unwrap();
     let (_, text) = guest.run(&look_up("udp")).await;
     assert_eq!(text.trim(), "code 0 address 203 0 113 77");
     assert!(matches!(namespace.tap(), Err(Error::NoTap(_))));
-    assert!(matches!(networks.adopt(4).await, Err(Error::Gone(_))));
+    assert!(matches!(networks.adopt(4, &Policy::default()).await, Err(Error::Gone(_))));
 
     guest.stop().await;
     namespace.remove().await.unwrap();
