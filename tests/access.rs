@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 29] = [
+const ROUTES: [(&str, &str, Gate); 31] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -58,6 +58,8 @@ const ROUTES: [(&str, &str, Gate); 29] = [
     ("delete", "/v1/sandboxes/{id}", Gate::Full),
     ("get", "/v1/sandboxes/{id}/lifecycle", Gate::Read),
     ("patch", "/v1/sandboxes/{id}/lifecycle", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/network", Gate::Read),
+    ("patch", "/v1/sandboxes/{id}/network", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec/stream", Gate::Full),
     ("get", "/v1/sandboxes/{id}/logs", Gate::Read),
@@ -82,6 +84,9 @@ fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuild
         }
         (_, "/v1/sandboxes/{id}/lifecycle") if method == "patch" => {
             request.json(&json!({"ttl_seconds": 1}))
+        }
+        (_, "/v1/sandboxes/{id}/network") if method == "patch" => {
+            request.json(&json!({"egress": "none"}))
         }
         ("post", "/v1/me/tokens") => request.json(&json!({"label": "smuggled", "scope": "full"})),
         ("post", "/v1/templates/build") => request
@@ -155,8 +160,9 @@ async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
             (server.client().keys().await.unwrap(), server.client().templates().await.unwrap());
         let builds = server.client().builds().await.unwrap();
         let ttl = sandbox.client().lifecycle(&sandbox.id).await.unwrap();
+        let policy = sandbox.client().network(&sandbox.id).await.unwrap().policy;
         let labels: Vec<_> = keys.into_iter().map(|key| key.label).collect();
-        (labels, templates.len(), builds.len(), ttl, sandbox.names("/root").await)
+        (labels, templates.len(), builds.len(), ttl, policy, sandbox.names("/root").await)
     };
     sandbox.run("cp /etc/hostname /etc/hostname.before").await;
     let before = state().await;

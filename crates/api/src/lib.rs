@@ -8,6 +8,7 @@ mod file;
 mod fork;
 mod id;
 mod key;
+mod network;
 mod sandbox;
 mod snapshot;
 mod template;
@@ -24,6 +25,7 @@ pub use id::{
     AccountId, ExecId, InvalidId, KeyId, SandboxId, SnapshotId, TemplateName, VolumeId, VolumeName,
 };
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
+pub use network::{CreateNetwork, Egress, Network, NetworkPolicy, UpdateNetwork};
 pub use sandbox::{
     BootMode, CreateSandbox, Lifecycle, Sandbox, SandboxStatus, UpdateLifecycle, VolumeMount,
 };

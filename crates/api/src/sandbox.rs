@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use time::OffsetDateTime;
 use utoipa::ToSchema;
 
-use crate::{SandboxId, SnapshotId, TemplateName};
+use crate::{CreateNetwork, SandboxId, SnapshotId, TemplateName};
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
@@ -106,10 +106,9 @@ pub struct CreateSandbox {
     pub from_snapshot: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub volumes: Option<Vec<VolumeMount>>,
-    /// Only `true` or nothing so far: the internet, without private addresses.
+    /// Default: the internet, without private addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<bool>)]
-    pub network: Option<serde_json::Value>,
+    pub network: Option<CreateNetwork>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

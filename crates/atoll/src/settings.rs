@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Context;
 use clap::{Args, builder::FalseyValueParser};
-use server::Config;
+use server::{Config, Destination, HostPolicy};
 use tempfile::TempDir;
 
 use crate::{failure::Failure, limits::Limits};
@@ -30,9 +30,15 @@ pub(crate) struct Settings {
     /// `sqlite:PATH` or `postgres://…` [default: a SQLite file in the data directory]
     #[arg(long, env = "ATOLL_DATABASE", value_name = "URL", hide_env_values = true)]
     database: Option<String>,
-    /// A private destination that sandboxes may reach; they reach only the internet otherwise. May be repeated
+    /// A private destination that every sandbox with the internet may reach; may be repeated
     #[arg(long, env = "ATOLL_EGRESS_ALLOW", value_name = "CIDR[:PORT]", value_delimiter = ',')]
-    egress_allow: Vec<String>,
+    egress_allow: Vec<Destination>,
+    /// A private destination that sandboxes may open for themselves by naming it; may be repeated
+    #[arg(long, env = "ATOLL_EGRESS_PERMIT", value_name = "CIDR[:PORT]", value_delimiter = ',')]
+    egress_permit: Vec<Destination>,
+    /// A destination that no sandbox reaches, whatever else is said; may be repeated
+    #[arg(long, env = "ATOLL_EGRESS_DENY", value_name = "CIDR[:PORT]", value_delimiter = ',')]
+    egress_deny: Vec<Destination>,
     /// The time to live of sandboxes that are created without one, in seconds
     #[arg(long, env = "ATOLL_DEFAULT_TTL", value_name = "SECONDS", default_value_t = 3600, value_parser = clap::value_parser!(u64).range(1..))]
     default_ttl: u64,
@@ -51,15 +57,13 @@ impl Settings {
         let data_dir = self.data_dir.clone().unwrap_or_else(|| self.pool.join("server"));
         let cache_dir =
             self.cache_dir.clone().unwrap_or_else(|| default_cache(&self.pool, &data_dir));
-        let egress_allow = self.egress_allow.iter().map(|allowed| {
-            allowed.parse().map_err(|_| {
-                Failure::new(format!("--egress-allow `{allowed}` is not a destination"))
-                    .hint("write it like 10.1.0.0/16 or 10.1.2.3/32:5432")
-            })
-        });
         Ok(Config {
             listen,
-            egress_allow: egress_allow.collect::<Result<_, _>>()?,
+            network: HostPolicy {
+                deny: self.egress_deny.clone(),
+                allow: self.egress_allow.clone(),
+                permit: self.egress_permit.clone(),
+            },
             data_dir,
             cache_dir,
             database: self.database.clone(),

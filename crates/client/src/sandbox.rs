@@ -1,6 +1,9 @@
-//! Sandboxes: create, get, list, delete, lifecycle.
+//! Sandboxes: create, get, list, delete, lifecycle, network.
 
-use api::{CreateSandbox, Lifecycle, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle};
+use api::{
+    CreateSandbox, Lifecycle, Network, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle,
+    UpdateNetwork,
+};
 use reqwest::Method;
 
 use crate::{Client, Error, escaped};
@@ -58,5 +61,19 @@ impl Client {
             self.request(Method::PATCH, &format!("/v1/sandboxes/{id}/lifecycle")).json(update),
         )
         .await
+    }
+
+    pub async fn network(&self, id: &SandboxId) -> Result<Network, Error> {
+        self.json(self.request(Method::GET, &format!("/v1/sandboxes/{id}/network"))).await
+    }
+
+    /// What `update` leaves out stays as it is.
+    pub async fn update_network(
+        &self,
+        id: &SandboxId,
+        update: &UpdateNetwork,
+    ) -> Result<Network, Error> {
+        self.json(self.request(Method::PATCH, &format!("/v1/sandboxes/{id}/network")).json(update))
+            .await
     }
 }

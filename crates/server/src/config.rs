@@ -2,7 +2,7 @@
 
 use std::{net::SocketAddr, num::NonZeroU32, path::PathBuf, time::Duration};
 
-use machine::network::Egress;
+use machine::network::HostPolicy;
 
 use crate::sandbox::Limits;
 
@@ -16,8 +16,8 @@ pub struct Config {
     pub cache_dir: PathBuf,
     /// `sqlite:…` or `postgres://…`. Default: a SQLite file in the data directory.
     pub database: Option<String>,
-    /// Private destinations that sandboxes may reach all the same.
-    pub egress_allow: Vec<Egress>,
+    /// The bounds of what sandboxes may reach.
+    pub network: HostPolicy,
     /// A key that is valid while the server runs.
     pub api_key: Option<String>,
     /// `/metrics` without a key.
@@ -81,7 +81,7 @@ impl Config {
             data_dir: "/nowhere".into(),
             cache_dir: "/nowhere".into(),
             database: None,
-            egress_allow: Vec::new(),
+            network: HostPolicy::default(),
             api_key: None,
             open_metrics: false,
             default_ttl: Duration::from_secs(3600),

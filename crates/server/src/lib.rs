@@ -22,4 +22,5 @@ pub use app::App;
 pub use config::{Capacity, Config};
 pub use error::Error;
 pub use local_key::create_key;
+pub use machine::network::{Destination, HostPolicy};
 pub use run::{prepare, run};

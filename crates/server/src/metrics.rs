@@ -2,6 +2,7 @@
 
 use std::{collections::BTreeMap, time::Duration};
 
+use machine::network::Traffic;
 use prometheus::{
     Encoder, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
     IntGaugeVec, Opts, Registry, TextEncoder,
@@ -23,6 +24,8 @@ pub struct Metrics {
     execs: IntCounterVec,
     pub(crate) file_bytes_read: IntCounter,
     pub(crate) file_bytes_written: IntCounter,
+    network_bytes_sent: IntCounter,
+    network_bytes_received: IntCounter,
 }
 
 /// What is not counted as it happens, but looked at when someone asks.
@@ -40,6 +43,7 @@ pub(crate) struct Figures {
     pub(crate) machines_ready: usize,
     pub(crate) refused_creates: BTreeMap<&'static str, u64>,
     pub(crate) capacity: Vec<Figure>,
+    pub(crate) traffic: Traffic,
 }
 
 /// How a command ended.
@@ -102,6 +106,14 @@ impl Metrics {
                 "file_bytes_written_total",
                 "Bytes of files written into sandboxes.",
             )?,
+            network_bytes_sent: IntCounter::new(
+                "network_bytes_sent_total",
+                "Bytes sent by sandboxes over their networks.",
+            )?,
+            network_bytes_received: IntCounter::new(
+                "network_bytes_received_total",
+                "Bytes received by sandboxes over their networks.",
+            )?,
             registry,
         };
         let registry = &metrics.registry;
@@ -114,6 +126,8 @@ impl Metrics {
         registry.register(Box::new(metrics.execs.clone()))?;
         registry.register(Box::new(metrics.file_bytes_read.clone()))?;
         registry.register(Box::new(metrics.file_bytes_written.clone()))?;
+        registry.register(Box::new(metrics.network_bytes_sent.clone()))?;
+        registry.register(Box::new(metrics.network_bytes_received.clone()))?;
         Ok(metrics)
     }
 
@@ -140,6 +154,12 @@ impl Metrics {
 
     /// Everything in Prometheus's text format.
     pub(crate) fn text(&self, figures: &Figures) -> String {
+        for (counter, bytes) in [
+            (&self.network_bytes_sent, figures.traffic.sent_bytes),
+            (&self.network_bytes_received, figures.traffic.received_bytes),
+        ] {
+            counter.inc_by(bytes.saturating_sub(counter.get()));
+        }
         self.sandboxes.reset();
         for (state, count) in &figures.sandboxes {
             self.sandboxes
@@ -195,6 +215,7 @@ mod tests {
             machines_ready: 2,
             refused_creates: BTreeMap::from([("memory", 4)]),
             capacity: vec![free],
+            traffic: Traffic { sent_bytes: 5, received_bytes: 6 },
         });
         for line in [
             r#"atoll_http_requests_total{method="GET",route="/v1/sandboxes/{id}",status="404"} 1"#,
@@ -203,6 +224,8 @@ mod tests {
             "atoll_machines_ready 2",
             r#"atoll_creates_refused_total{short="memory"} 4"#,
             "atoll_disk_free_bytes 5",
+            "atoll_network_bytes_sent_total 5",
+            "atoll_network_bytes_received_total 6",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

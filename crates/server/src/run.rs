@@ -235,7 +235,7 @@ impl Ground {
         }
         let network = NetworkConfig {
             instance: instance.number,
-            egress_allow: config.egress_allow.clone(),
+            policy: config.network.clone(),
             resolvers: NetworkConfig::resolvers_of_host().map_err(Error::from_start)?,
         };
         let networks = Arc::new(Networks::new(network).await.map_err(Error::from_start)?);

@@ -24,8 +24,10 @@ pub(crate) use self::{
 use crate::Error;
 
 /// Released migrations are never changed; a new one is added below.
-const MIGRATIONS: &[(i64, &str, &str)] =
-    &[(1, "foundation", include_str!("migrations/0001_foundation.sql"))];
+const MIGRATIONS: &[(i64, &str, &str)] = &[
+    (1, "foundation", include_str!("migrations/0001_foundation.sql")),
+    (2, "network", include_str!("migrations/0002_network.sql")),
+];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.
 const SQLITE_SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL; PRAGMA foreign_keys = ON; PRAGMA busy_timeout = 10000;";
@@ -157,6 +159,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_sandbox_comes_back_as_it_went_until_it_is_deleted() {
+        use machine::network::Traffic;
+
         use crate::sandbox::{State, Target};
         for database in testing::databases().await {
             let db = Db::connect(database.url()).await.unwrap();
@@ -181,6 +185,8 @@ mod tests {
                 slot: None,
                 boot_ms: 0,
                 error: None,
+                network: api::NetworkPolicy::default(),
+                past_traffic: Traffic::default(),
             };
             let same = async |row: &SandboxRow| {
                 let read = db.all_sandboxes().await.unwrap();
@@ -190,7 +196,9 @@ mod tests {
                     let times = (row.created_at, row.ttl_seconds, row.expires_at);
                     let maps = (row.metadata.clone(), row.environment.clone());
                     let states = (row.state, row.target, row.error.clone());
-                    (row.id, row.template.clone(), row.bake.clone(), numbers, times, maps, states)
+                    let network = (row.network.clone(), row.past_traffic);
+                    let names = (row.id, row.template.clone(), row.bake.clone());
+                    (names, numbers, times, maps, states, network)
                 };
                 assert_eq!(tell(&read[0]), tell(row));
             };
@@ -205,6 +213,13 @@ mod tests {
                 slot: Some(1023),
                 boot_ms: 150,
                 error: Some("why".to_owned()),
+                network: api::NetworkPolicy {
+                    egress: api::Egress::None,
+                    allow: vec!["203.0.113.0/24:443".to_owned()],
+                    deny: vec!["203.0.113.9/32".to_owned()],
+                    rate_limit_mbit: Some(10),
+                },
+                past_traffic: Traffic { sent_bytes: 1 << 40, received_bytes: 7 },
                 ..row
             };
             db.update_sandbox(&row).await.unwrap();

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use api::{AccountId, SandboxId, TemplateName};
+use api::{AccountId, NetworkPolicy, SandboxId, TemplateName};
+use machine::network::Traffic;
+use serde::Serialize;
 use sqlx::{Row as _, any::AnyRow};
 
 use super::{Db, signed, unsigned};
@@ -34,15 +36,18 @@ pub(crate) struct SandboxRow {
     pub(crate) slot: Option<u16>,
     pub(crate) boot_ms: u64,
     pub(crate) error: Option<String>,
+    pub(crate) network: NetworkPolicy,
+    /// Over the networks that it no longer has.
+    pub(crate) past_traffic: Traffic,
 }
 
 const COLUMNS: &str = "id, account, template, bake, cpu, memory_mb, disk_mb, state, target, metadata, environment, \
-     created_at, ttl_seconds, expires_at, slot, boot_ms, error";
+     created_at, ttl_seconds, expires_at, slot, boot_ms, error, network, sent_bytes, received_bytes";
 
 impl Db {
     pub(crate) async fn insert_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
         sqlx::query(&format!(
-            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)"
+            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)"
         ))
         .bind(row.id.to_string())
         .bind(row.account.as_str())
@@ -61,6 +66,9 @@ impl Db {
         .bind(row.slot.map(i64::from))
         .bind(signed(row.boot_ms)?)
         .bind(&row.error)
+        .bind(json(&row.network))
+        .bind(signed(row.past_traffic.sent_bytes)?)
+        .bind(signed(row.past_traffic.received_bytes)?)
         .execute(self.pool())
         .await?;
         Ok(())
@@ -70,7 +78,7 @@ impl Db {
     pub(crate) async fn update_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
         sqlx::query(
             "UPDATE sandboxes SET state = $2, target = $3, metadata = $4, ttl_seconds = $5, expires_at = $6, slot = $7, \
-             boot_ms = $8, error = $9 WHERE id = $1",
+             boot_ms = $8, error = $9, network = $10, sent_bytes = $11, received_bytes = $12 WHERE id = $1",
         )
         .bind(row.id.to_string())
         .bind(row.state.name())
@@ -81,6 +89,9 @@ impl Db {
         .bind(row.slot.map(i64::from))
         .bind(signed(row.boot_ms)?)
         .bind(&row.error)
+        .bind(json(&row.network))
+        .bind(signed(row.past_traffic.sent_bytes)?)
+        .bind(signed(row.past_traffic.received_bytes)?)
         .execute(self.pool())
         .await?;
         Ok(())
@@ -127,9 +138,14 @@ fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
         slot: maybe("slot")?.and_then(|slot| u16::try_from(slot).ok()),
         boot_ms: unsigned(number("boot_ms")?)?,
         error: row.try_get("error")?,
+        network: serde_json::from_str(&text("network")?).map_err(|_| unread("network"))?,
+        past_traffic: Traffic {
+            sent_bytes: unsigned(number("sent_bytes")?)?,
+            received_bytes: unsigned(number("received_bytes")?)?,
+        },
     })
 }
 
-fn json(map: &BTreeMap<String, String>) -> String {
-    serde_json::to_string(map).expect("a map of strings is JSON")
+fn json(value: &impl Serialize) -> String {
+    serde_json::to_string(value).expect("strings, numbers and maps of them are JSON")
 }

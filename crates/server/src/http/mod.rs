@@ -9,6 +9,7 @@ mod fields;
 mod files;
 mod keys;
 mod logs;
+mod networks;
 mod query;
 mod range;
 mod sandboxes;
@@ -63,6 +64,8 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Full,    routes!(sandboxes::delete)),
         (Read,    routes!(sandboxes::lifecycle)),
         (Full,    routes!(sandboxes::update_lifecycle)),
+        (Read,    routes!(networks::get)),
+        (Full,    routes!(networks::update)),
 
         (Full,    routes!(execs::run)),
         (Full,    routes!(execs::stream)),

@@ -144,6 +144,7 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> impl IntoResponse {
         machines_ready: app.sandboxes.ready_machines(),
         refused_creates: app.sandboxes.refused_creates(),
         capacity: app.sandboxes.capacity_figures(),
+        traffic: app.sandboxes.traffic(),
     });
     ([(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"))], text)
 }

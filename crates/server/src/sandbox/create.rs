@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{AccountId, CreateSandbox, Sandbox, SandboxId, TemplateName};
-use machine::Shape;
+use api::{AccountId, CreateSandbox, NetworkPolicy, Sandbox, SandboxId, TemplateName};
+use machine::{Shape, network::Traffic};
 use store::template::Template;
 use tokio::time::Instant;
 
@@ -12,6 +12,7 @@ use super::{
     bake::{BAKE_PATIENCE, Size},
     capacity::Need,
     driver::StartOrder,
+    network,
     registry::Entry,
     state::{State, Target},
 };
@@ -131,11 +132,12 @@ impl Sandboxes {
         if request.volumes.as_ref().is_some_and(|volumes| !volumes.is_empty()) {
             return Err(Error::not_found("`volumes`: there is no volume with this name"));
         }
-        if request.network.is_some_and(|network| network != true) {
-            return Err(Error::invalid(
-                "`network` can only be `true` or left out: sandboxes without a network, or with rules of their own, are not available yet",
-            ));
-        }
+        let network = network::updated(
+            NetworkPolicy::default(),
+            request.network.map(Into::into).unwrap_or_default(),
+            self.sites.networks.host_policy(),
+            "network.",
+        )?;
         let ttl = ttl_of(request.ttl_seconds, request.persistent)?;
         let metadata = request.metadata.unwrap_or_default();
         check_metadata(&metadata)?;
@@ -191,6 +193,8 @@ impl Sandboxes {
             slot: None,
             boot_ms: 0,
             error: None,
+            network,
+            past_traffic: Traffic::default(),
         };
         self.db.insert_sandbox(&row).await?;
         let entry = Arc::new(Entry::new(row));

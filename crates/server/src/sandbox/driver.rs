@@ -9,6 +9,7 @@ use std::{
 use machine::{
     Durability, Ended, Load, Machine, Prepared, RootDisk,
     guest::{Guest, Network, Repair, Request},
+    network::Gate,
 };
 use store::sandbox_files::{self, SandboxFiles};
 use tokio::time::Instant;
@@ -17,6 +18,7 @@ use super::{
     Sandboxes,
     admission::Admitted,
     bake::Baked,
+    network,
     pool::Ready,
     registry::{Entry, locked},
     site::Site,
@@ -38,12 +40,14 @@ pub(crate) struct Inside {
     pub(crate) machine: Machine,
     pub(crate) guest: Guest,
     pub(crate) address: Ipv4Addr,
+    pub(crate) gate: Gate,
     site: Mutex<Option<Site>>,
 }
 
 impl Inside {
     pub(crate) fn new(machine: Machine, guest: Guest, site: Site) -> Self {
-        Self { machine, guest, address: site.address(), site: Mutex::new(Some(site)) }
+        let (address, gate) = (site.address(), site.gate().clone());
+        Self { machine, guest, address, gate, site: Mutex::new(Some(site)) }
     }
 
     /// For whoever comes first.
@@ -128,7 +132,10 @@ impl Sandboxes {
         let ready = self.pool.take(&order.baked).await?;
         let Ready { site, prepared } = ready;
         let disk_bytes = entry.look(|row| row.disk_mb) << 20;
-        match self.bring_up(entry, &order.baked, prepared, disk_bytes).await {
+        let _no_other_change = entry.network_changes.lock().await;
+        let policy = entry.look(|row| row.network.clone());
+        let walls = network::put_in_place(site.gate(), &policy);
+        match self.bring_up(entry, &order.baked, prepared, disk_bytes, walls).await {
             Ok((machine, guest)) => {
                 let slot = site.number();
                 *locked(&entry.inside) = Some(Arc::new(Inside::new(machine, guest, site)));
@@ -158,23 +165,28 @@ impl Sandboxes {
         baked: &Baked,
         prepared: Prepared,
         disk_bytes: u64,
+        walls: impl Future<Output = Result<(), Error>>,
     ) -> Result<(Machine, Guest), Error> {
         let (layout, id, source) =
             (self.sites.layout.clone(), entry.look(|row| row.id), baked.rootfs());
-        let disk = tokio::task::spawn_blocking(move || {
-            SandboxFiles::create(&layout, &id)?.clone_rootfs(&source, disk_bytes)
-        })
-        .await
-        .map_err(Error::internal)?
-        .map_err(Error::from_store)?;
-        let root_disk = RootDisk {
-            file: disk,
-            bytes: disk_bytes,
-            base_bytes: baked.disk_bytes,
-            durability: Durability::Throwaway,
+        let load = async {
+            let disk = tokio::task::spawn_blocking(move || {
+                SandboxFiles::create(&layout, &id)?.clone_rootfs(&source, disk_bytes)
+            })
+            .await
+            .map_err(Error::internal)?
+            .map_err(Error::from_store)?;
+            let root_disk = RootDisk {
+                file: disk,
+                bytes: disk_bytes,
+                base_bytes: baked.disk_bytes,
+                durability: Durability::Throwaway,
+            };
+            let load = Load { state: baked.state()?, root_disk, volumes: Vec::new() };
+            prepared.load(load).await.map_err(Error::internal)
         };
-        let load = Load { state: baked.state()?, root_disk, volumes: Vec::new() };
-        let machine = prepared.load(load).await.map_err(Error::internal)?;
+        // Both before the guest's first step.
+        let (machine, ()) = tokio::try_join!(load, walls)?;
         machine.resume().await.map_err(Error::internal)?;
         let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(Error::internal)?;
         let repair = self.repair(entry, disk_bytes > baked.disk_bytes);
@@ -206,7 +218,7 @@ impl Sandboxes {
             }
         };
         // The disk is kept; nothing else is needed any longer.
-        let gone = locked(&entry.inside).take();
+        let gone = self.past_traffic.take_inside(entry);
         entry.change(|row| {
             row.state = state;
             row.slot = None;
@@ -246,7 +258,7 @@ impl Sandboxes {
 
     async fn remove(self: &Arc<Self>, entry: &Arc<Entry>) {
         let id = entry.look(|row| row.id);
-        let gone = locked(&entry.inside).take();
+        let gone = self.past_traffic.take_inside(entry);
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
             site.end_machine().await;
             self.tasks.spawn(site.remove_network());

@@ -12,6 +12,7 @@ mod expiry;
 mod files;
 mod host_memory;
 mod logs;
+mod network;
 mod pool;
 mod recovery;
 mod registry;
@@ -64,6 +65,7 @@ pub struct Sandboxes {
     pool: Arc<Pool>,
     sites: Sites,
     admission: Arc<Admission>,
+    past_traffic: network::PastTraffic,
     tasks: TaskTracker,
     closed: CancellationToken,
 }
@@ -119,6 +121,7 @@ impl Sandboxes {
             pool: parts.pool,
             sites: parts.sites,
             admission: Admission::new(limits),
+            past_traffic: network::PastTraffic::default(),
             tasks: TaskTracker::new(),
             closed: CancellationToken::new(),
         }))

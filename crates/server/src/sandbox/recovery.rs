@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use api::SandboxId;
+use api::{NetworkPolicy, SandboxId};
 use futures::StreamExt;
 use machine::Hypervisor;
 use store::Layout;
@@ -12,6 +12,7 @@ use super::{
     Sandboxes,
     driver::{ANSWER_DEADLINE, Inside},
     exec::watch_again,
+    network,
     registry::{Entry, locked},
     state::{State, Target},
 };
@@ -110,7 +111,7 @@ impl Sandboxes {
         else {
             return None;
         };
-        match self.adopt(slot).await {
+        match self.adopt(slot, &row.network).await {
             Ok(inside) => {
                 tracing::info!(sandbox = %row.id, "found running");
                 if let Err(error) = watch_again(&inside.guest, &entry.logs).await {
@@ -127,8 +128,8 @@ impl Sandboxes {
         }
     }
 
-    async fn adopt(&self, slot: u16) -> Result<Inside, Error> {
-        let site = self.sites.adopt(slot).await?;
+    async fn adopt(&self, slot: u16, policy: &NetworkPolicy) -> Result<Inside, Error> {
+        let site = self.sites.adopt(slot, &network::for_machine(policy)?).await?;
         let machine =
             Hypervisor::adopt(&site.place_without_tap()).await.map_err(Error::internal)?;
         let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(Error::internal)?;

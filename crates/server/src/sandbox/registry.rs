@@ -26,6 +26,8 @@ pub(crate) struct Entry {
     /// Rings when the target changed.
     pub(crate) target_changed: Notify,
     pub(crate) inside: Mutex<Option<Arc<Inside>>>,
+    /// Held while a policy is put in place.
+    pub(crate) network_changes: tokio::sync::Mutex<()>,
     /// A guest without a machine.
     #[cfg(test)]
     pub(crate) stand_in: Mutex<Option<Guest>>,
@@ -41,6 +43,7 @@ impl Entry {
             row: watch::Sender::new(row),
             target_changed: Notify::new(),
             inside: Mutex::new(None),
+            network_changes: tokio::sync::Mutex::new(()),
             #[cfg(test)]
             stand_in: Mutex::new(None),
             logs: Arc::default(),

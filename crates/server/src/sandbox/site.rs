@@ -9,7 +9,7 @@ use std::{
 
 use machine::{
     Place, kill_all_of,
-    network::{Namespace, Networks},
+    network::{Gate, Namespace, Networks, Policy},
 };
 use store::Layout;
 
@@ -86,12 +86,12 @@ impl Sites {
     }
 
     /// The site that a running machine has had since before this server started.
-    pub(crate) async fn adopt(&self, number: u16) -> Result<Site, Error> {
+    pub(crate) async fn adopt(&self, number: u16, policy: &Policy) -> Result<Site, Error> {
         let slot = self
             .slots
             .take_this(number)
             .ok_or_else(|| Error::internal(format!("slot {number} is taken twice")))?;
-        let namespace = self.networks.adopt(number).await.map_err(Error::internal)?;
+        let namespace = self.networks.adopt(number, policy).await.map_err(Error::internal)?;
         Ok(self.site(slot, namespace))
     }
 
@@ -130,6 +130,10 @@ impl Site {
 
     pub(crate) fn address(&self) -> Ipv4Addr {
         self.namespace.host_address()
+    }
+
+    pub(crate) fn gate(&self) -> &Gate {
+        self.namespace.gate()
     }
 
     pub(crate) fn place(&self) -> Result<Place, Error> {

@@ -6,7 +6,7 @@ use api::{AccountId, SandboxId};
 use machine::{
     Accelerator, Hypervisor,
     guest::Guest,
-    network::{NetworkConfig, Networks},
+    network::{HostPolicy, NetworkConfig, Networks, Traffic},
 };
 use store::{digest::Digest, initramfs::Initramfs, kernel::Kernel, layout::Layout};
 
@@ -21,7 +21,7 @@ impl Sandboxes {
     pub(crate) async fn testing(db: Db, clock: Clock, config: &Config) -> Arc<Self> {
         let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
         let networks =
-            NetworkConfig { instance: 0, egress_allow: Vec::new(), resolvers: Vec::new() };
+            NetworkConfig { instance: 0, policy: HostPolicy::default(), resolvers: Vec::new() };
         let sites = Sites {
             layout: layout.clone(),
             networks: Arc::new(Networks::without_rules(networks).unwrap()),
@@ -80,6 +80,8 @@ impl Sandboxes {
             slot: None,
             boot_ms: 1,
             error: None,
+            network: api::NetworkPolicy::default(),
+            past_traffic: Traffic::default(),
         });
         *locked(&entry.stand_in) = Some(guest);
         self.registry.insert(&Arc::new(entry));

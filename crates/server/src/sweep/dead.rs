@@ -97,7 +97,7 @@ impl Remains {
         }
         let networks = NetworkConfig {
             instance: self.number,
-            egress_allow: Vec::new(),
+            policy: machine::network::HostPolicy::default(),
             resolvers: Vec::new(),
         };
         let networks = Networks::without_rules(networks).map_err(Error::internal)?;

@@ -147,8 +147,11 @@ async fn networks(found: &mut Found, number: u16, kept: &Kept) -> Result<(), Err
     };
     network.namespaces.retain(|name| !is_kept(name));
     network.links.retain(|name| !is_kept(name));
-    let config =
-        NetworkConfig { instance: number, egress_allow: Vec::new(), resolvers: Vec::new() };
+    let config = NetworkConfig {
+        instance: number,
+        policy: machine::network::HostPolicy::default(),
+        resolvers: Vec::new(),
+    };
     let networks = Networks::without_rules(config).map_err(Error::internal)?;
     let mut failure = None;
     if found.removes() && !(network.namespaces.is_empty() && network.links.is_empty()) {
