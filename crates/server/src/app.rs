@@ -3,7 +3,14 @@
 use std::sync::Arc;
 
 use crate::{
-    Config, clock::Clock, db::Db, keys::Keys, metrics::Metrics, sandbox::Sandboxes,
+    Config,
+    buffers::Buffers,
+    clock::Clock,
+    db::Db,
+    http::{Connections, Rate},
+    keys::Keys,
+    metrics::Metrics,
+    sandbox::Sandboxes,
     template::Templates,
 };
 
@@ -15,4 +22,7 @@ pub struct App {
     pub sandboxes: Arc<Sandboxes>,
     pub templates: Arc<Templates>,
     pub db: Db,
+    pub buffers: Buffers,
+    pub rate: Rate,
+    pub connections: Arc<Connections>,
 }

@@ -2,6 +2,7 @@
 
 mod agent_binary;
 pub mod app;
+mod buffers;
 pub mod clock;
 pub mod config;
 mod db;

@@ -8,12 +8,15 @@ use machine::{
     network::{NetworkConfig, Networks},
 };
 use store::{Layout, initramfs::Initramfs, kernel::Kernel, prune::InUse};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::net::TcpListener;
 
 use crate::{
     AGENT, App, Config, Error,
+    buffers::Buffers,
     clock::Clock,
     db::Db,
+    http::{Connections, Rate},
     instance::Instance,
     keys::Keys,
     metrics::Metrics,
@@ -73,6 +76,9 @@ pub async fn run(
     let (keys, first_key) =
         Keys::open(ground.db.clone(), ground.clock.clone(), config.api_key.clone()).await?;
     let app = Arc::new(App {
+        buffers: Buffers::new(config.capacity.buffer_bytes),
+        rate: Rate::new(config.capacity.rate_limit),
+        connections: Connections::new(config.capacity.most_connections.min(open_files() / 2)),
         config,
         clock: ground.clock.clone(),
         keys,
@@ -272,6 +278,20 @@ impl Ground {
         drop(self.instance);
         Ok(())
     }
+}
+
+/// How many files the server may have open: as many as it may allow itself.
+fn open_files() -> usize {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let now = match setrlimit(Resource::Nofile, raised) {
+        Ok(()) => limit.maximum,
+        Err(error) => {
+            tracing::warn!(%error, "failed to raise the limit of open files");
+            limit.current
+        }
+    };
+    now.map_or(usize::MAX, |files| usize::try_from(files).unwrap_or(usize::MAX))
 }
 
 /// Told to the person who starts the server.

@@ -56,7 +56,9 @@ async fn caller_of(
         Access::Metrics | Access::Read => Scope::Read,
         Access::Full => Scope::Full,
     };
-    let caller = app.keys.verify(key_in(headers).ok_or_else(unauthenticated)?).await?;
+    let key = key_in(headers).ok_or_else(unauthenticated)?;
+    let caller = app.keys.verify(key).await?;
+    app.rate.check(key)?;
     match (required, caller.scope) {
         (Scope::Read, Scope::Read | Scope::Full) | (Scope::Full, Scope::Full) => Ok(Some(caller)),
         (Scope::Full, Scope::Read) => {

@@ -1,6 +1,6 @@
 //! Bodies of requests: JSON that is read tolerantly, within a limit and a deadline.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
 use api::{ErrorCode, SandboxId};
 use axum::{
@@ -14,7 +14,10 @@ use http::{HeaderValue, StatusCode, header::CONTENT_TYPE, request::Parts};
 use serde::{Serialize, de::DeserializeOwned};
 
 use super::upload::Upload;
-use crate::Error;
+use crate::{
+    App, Error,
+    buffers::{Buffers, Held},
+};
 
 /// For bodies of a few fields.
 pub(super) const SMALL: usize = 1 << 20;
@@ -24,24 +27,43 @@ pub(super) const CLIENT_DEADLINE: Duration = Duration::from_secs(60);
 /// A JSON body, whatever its content type says. An empty one is an object without fields.
 pub(super) struct Input<T, const LIMIT: usize = SMALL>(pub(super) T);
 
-impl<T: DeserializeOwned, const LIMIT: usize, S: Sync> FromRequest<S> for Input<T, LIMIT> {
+impl<T: DeserializeOwned, const LIMIT: usize> FromRequest<Arc<App>> for Input<T, LIMIT> {
     type Rejection = Error;
 
-    async fn from_request(request: Request, _: &S) -> Result<Self, Error> {
-        parse(&read(request.into_body(), LIMIT).await?).map(Self)
+    async fn from_request(request: Request, app: &Arc<App>) -> Result<Self, Error> {
+        Kept::<T, LIMIT>::from_request(request, app).await.map(|Kept(value, _)| Self(value))
+    }
+}
+
+/// An [`Input`] that may be large for as long as it is used: its memory is counted until the second is dropped.
+pub(super) struct Kept<T, const LIMIT: usize>(pub(super) T, pub(super) Held);
+
+impl<T: DeserializeOwned, const LIMIT: usize> FromRequest<Arc<App>> for Kept<T, LIMIT> {
+    type Rejection = Error;
+
+    async fn from_request(request: Request, app: &Arc<App>) -> Result<Self, Error> {
+        let (text, mut held) = read(request.into_body(), LIMIT, &app.buffers).await?;
+        let value = parse(&text)?;
+        held.shrink_to(text.len() as u64);
+        Ok(Self(value, held))
     }
 }
 
 /// # Errors
-/// 413 when it is longer than `limit`, 400 when it breaks off.
-pub(super) async fn read(body: Body, limit: usize) -> Result<Bytes, Error> {
+/// 413 when it is longer than `limit`, 400 when it breaks off, 503 when others hold too much.
+pub(super) async fn read(
+    body: Body,
+    limit: usize,
+    buffers: &Buffers,
+) -> Result<(Bytes, Held), Error> {
+    let mut held = buffers.nothing();
     let mut upload = Upload::new(body);
     let mut whole = BytesMut::new();
     loop {
         let piece = tokio::time::timeout(CLIENT_DEADLINE, upload.next())
             .await
             .map_err(|_| Error::invalid("the body stopped coming; send it again"))?;
-        let Some(piece) = piece else { return Ok(whole.freeze()) };
+        let Some(piece) = piece else { return Ok((whole.freeze(), held)) };
         let piece = piece.map_err(|_| Error::invalid("the body broke off; send it again"))?;
         if whole.len() + piece.len() > limit {
             upload.drain().await;
@@ -49,6 +71,11 @@ pub(super) async fn read(body: Body, limit: usize) -> Result<Bytes, Error> {
                 "the body of this request may have at most {limit} bytes; larger things go into files with PUT …/fs"
             );
             return Err(Error::new(ErrorCode::TooLarge, message));
+        }
+        // What is read from it takes as much once more.
+        if !held.grow_to(2 * (whole.len() + piece.len()) as u64) {
+            upload.drain().await;
+            return Err(Buffers::short());
         }
         whole.extend_from_slice(&piece);
     }

@@ -16,7 +16,8 @@ use http::{
 };
 use serde_json::{Map, Value};
 
-use crate::{App, Error};
+use super::held::with;
+use crate::{App, Error, buffers::Held};
 
 /// Characters.
 const LONGEST_SENTENCE: usize = 600;
@@ -72,6 +73,9 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
         response.headers_mut().remove(CONTENT_LENGTH);
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         *response.body_mut() = Body::from(body);
+    }
+    if let Some(held) = response.extensions_mut().remove::<Arc<Held>>() {
+        response = response.map(|body| with(body, held));
     }
     response.headers_mut().insert(REQUEST_ID, id);
     app.metrics.answered(method, route, response.status().as_u16(), began.elapsed());

@@ -15,12 +15,13 @@ use machine::guest::{ExecState, ExecStatus};
 use serde_json::{Map, Value, json};
 
 use super::{
-    body::{Id, Input, ok},
+    body::{Id, Kept, ok},
     edge::Refusal,
     sse::{self, Characters},
 };
 use crate::{
     App, Error,
+    buffers::Held,
     keys::Caller,
     metrics::ExecEnd,
     sandbox::{ExecEvent, ExecWatch},
@@ -35,6 +36,10 @@ const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(15);
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
 /// …unless the command's own limit comes first: it gets its status 504, which a kept-alive answer cannot have.
 const SHORT_TIMEOUT: f64 = 27.0;
+/// As bytes, and as JSON.
+const COPIES: u64 = 2;
+/// A command that prints no more than half of this is never cut for want of memory.
+const HELD_AT_FIRST: u64 = 128 << 10;
 /// What a shell's `timeout` exits with.
 const TIMED_OUT_EXIT: i32 = 124;
 /// On these words the published clients raise their timeout exception.
@@ -56,11 +61,15 @@ pub(super) async fn run(
     State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
-    Input(request): Input<ExecRequest, LONGEST_BODY>,
+    Kept(request, held): Kept<ExecRequest, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let may_keep_alive = request.timeout_seconds.is_none_or(|seconds| seconds > SHORT_TIMEOUT);
     let place = Place { app, account: caller.account, sandbox: id };
-    let mut result = Box::pin(run_to_end(place, request));
+    let mut result = Box::pin(async move {
+        let result = run_to_end(place, request).await;
+        drop(held);
+        result
+    });
     if !may_keep_alive {
         return result.await.map(answer);
     }
@@ -70,32 +79,43 @@ pub(super) async fn run(
     }
 }
 
-fn answer(result: ExecResult) -> Response {
-    if !result.timed_out {
-        return ok(result).into_response();
-    }
-    let more = match serde_json::to_value(result) {
-        Ok(Value::Object(fields)) => fields,
-        Ok(_) | Err(_) => Map::new(),
+fn answer((result, held): (ExecResult, Held)) -> Response {
+    let mut response = if result.timed_out {
+        let more = match serde_json::to_value(result) {
+            Ok(Value::Object(fields)) => fields,
+            Ok(_) | Err(_) => Map::new(),
+        };
+        Refusal::with(Error::new(ErrorCode::TimedOut, TIMED_OUT), more)
+    } else {
+        ok(result).into_response()
     };
-    Refusal::with(Error::new(ErrorCode::TimedOut, TIMED_OUT), more)
+    response.extensions_mut().insert(Arc::new(held));
+    response
 }
 
 /// 200 now, the rest when it is there. Where there will be no result the answer breaks off: the client must not take
 /// anything else for one.
 fn kept_alive(
-    result: impl Future<Output = Result<ExecResult, Error>> + Send + Unpin + 'static,
+    result: impl Future<Output = Result<(ExecResult, Held), Error>> + Send + Unpin + 'static,
 ) -> Response {
-    let pieces = futures::stream::unfold(Some(result), |result| async move {
-        let mut result = result?;
+    /// What remains to be done.
+    enum Rest<T> {
+        Wait(T),
+        /// Until the result was taken.
+        Hold(#[expect(dead_code, reason = "held, not used")] Held),
+        Nothing,
+    }
+    let pieces = futures::stream::unfold(Rest::Wait(result), |rest| async move {
+        let Rest::Wait(mut result) = rest else { return None };
         Some(match tokio::time::timeout(KEEP_ALIVE, &mut result).await {
-            Err(_) => (Ok(Bytes::from_static(b" ")), Some(result)),
-            Ok(Ok(result)) => {
-                (serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal), None)
+            Err(_) => (Ok(Bytes::from_static(b" ")), Rest::Wait(result)),
+            Ok(Ok((result, held))) => {
+                let json = serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal);
+                (json, Rest::Hold(held))
             }
             Ok(Err(error)) => {
                 tracing::warn!(%error, cause = error.causes(), "a command was lost after its answer had begun");
-                (Err(error), None)
+                (Err(error), Rest::Nothing)
             }
         })
     });
@@ -104,14 +124,17 @@ fn kept_alive(
     (headers, Body::from_stream(first.chain(pieces))).into_response()
 }
 
-async fn run_to_end(place: Place, request: ExecRequest) -> Result<ExecResult, Error> {
+async fn run_to_end(place: Place, request: ExecRequest) -> Result<(ExecResult, Held), Error> {
     let running = place.app.sandboxes.running(&place.account, &place.sandbox)?;
+    // Refused now or never: once the command runs, what it prints is cut where there is no more memory for it.
+    let mut held = place.app.buffers.hold(HELD_AT_FIRST)?;
     let mut watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
     let (mut stdout, mut stderr) = (Collected::default(), Collected::default());
     let status = loop {
+        let other = |one: &Collected| one.bytes.len();
         match watch.next().await {
-            Some(Ok(ExecEvent::Stdout(bytes))) => stdout.push(&bytes),
-            Some(Ok(ExecEvent::Stderr(bytes))) => stderr.push(&bytes),
+            Some(Ok(ExecEvent::Stdout(bytes))) => stdout.push(&bytes, other(&stderr), &mut held),
+            Some(Ok(ExecEvent::Stderr(bytes))) => stderr.push(&bytes, other(&stdout), &mut held),
             Some(Ok(ExecEvent::Ended(status))) => break status,
             Some(Err(error)) => return Err(place.lost(error)),
             None => return Err(place.lost(machine::Error::Lost.into())),
@@ -119,7 +142,7 @@ async fn run_to_end(place: Place, request: ExecRequest) -> Result<ExecResult, Er
     };
     place.ended(&status);
     let timed_out = timed_out(&status);
-    Ok(ExecResult {
+    let result = ExecResult {
         truncated: status.truncated || stdout.truncated || stderr.truncated,
         stdout: stdout.text(),
         stderr: stderr.text(),
@@ -127,7 +150,8 @@ async fn run_to_end(place: Place, request: ExecRequest) -> Result<ExecResult, Er
         duration_ms: status.duration_ms,
         timed_out,
         killed: killed(&status).map(str::to_owned),
-    })
+    };
+    Ok((result, held))
 }
 
 /// Runs a command; what it prints comes as events `stdout` and `stderr`, its end as `exit` or `error`.
@@ -137,12 +161,15 @@ pub(super) async fn stream(
     State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
-    Input(request): Input<ExecRequest, LONGEST_BODY>,
+    Kept(request, held): Kept<ExecRequest, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let place = Place { app, account: caller.account, sandbox: id };
     let running = place.app.sandboxes.running(&place.account, &place.sandbox)?;
     let watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
-    Ok(sse::response(events(place, watch)))
+    let mut response = sse::response(events(place, watch));
+    // Standard input is given to the command bit by bit.
+    response.extensions_mut().insert(Arc::new(held));
+    Ok(response)
 }
 
 #[derive(Default)]
@@ -245,10 +272,16 @@ struct Collected {
 }
 
 impl Collected {
-    fn push(&mut self, bytes: &[u8]) {
+    /// `beside`: what `held` has to have memory for as well.
+    fn push(&mut self, bytes: &[u8], beside: usize, held: &mut Held) {
         let room = MOST_OUTPUT - self.bytes.len();
-        self.bytes.extend_from_slice(&bytes[..bytes.len().min(room)]);
-        self.truncated |= bytes.len() > room;
+        let taken = bytes.len().min(room);
+        let held = held.grow_to(COPIES * (beside + self.bytes.len() + taken) as u64);
+        // What comes behind a gap is left out as well.
+        if held && !self.truncated {
+            self.bytes.extend_from_slice(&bytes[..taken]);
+        }
+        self.truncated |= !held || bytes.len() > room;
     }
 
     fn text(self) -> String {
@@ -260,15 +293,32 @@ impl Collected {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::buffers::Buffers;
 
     #[test]
     fn output_is_cut_at_its_limit_and_says_so() {
         let mut collected = Collected::default();
-        collected.push(&vec![b'x'; MOST_OUTPUT]);
+        let mut held = Buffers::new(1 << 30).nothing();
+        collected.push(&vec![b'x'; MOST_OUTPUT], 0, &mut held);
         assert!(!collected.truncated);
-        collected.push(b"y");
+        collected.push(b"y", 0, &mut held);
         assert!(collected.truncated);
         assert_eq!(collected.text().len(), MOST_OUTPUT);
+    }
+
+    #[test]
+    fn output_is_cut_where_memory_for_it_ends_and_has_no_gap() {
+        let buffers = Buffers::new(1 << 20);
+        let (mut collected, mut held) = (Collected::default(), buffers.nothing());
+        collected.push(&[b'x'; 400_000], 0, &mut held);
+        assert!(!collected.truncated);
+        collected.push(&[b'y'; 200_000], 0, &mut held);
+        collected.push(b"z", 0, &mut held);
+        assert!(collected.truncated);
+        assert_eq!(collected.text(), "x".repeat(400_000));
+        let mut beside = Collected::default();
+        beside.push(&[b'e'; 200_000], 400_000, &mut held);
+        assert!(beside.truncated);
     }
 
     fn ended() -> ExecResult {
@@ -287,7 +337,7 @@ mod tests {
     async fn an_answer_that_takes_long_is_kept_alive_by_white_space() {
         let result = Box::pin(async {
             tokio::time::sleep(Duration::from_secs(22)).await;
-            Ok(ended())
+            Ok((ended(), Buffers::new(0).nothing()))
         });
         let response = kept_alive(result);
         assert_eq!(response.status(), 200);

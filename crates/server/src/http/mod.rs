@@ -2,16 +2,19 @@
 
 mod access;
 mod body;
+mod connections;
 mod edge;
 mod etag;
 mod execs;
 mod fields;
 mod files;
+mod held;
 mod keys;
 mod logs;
 mod networks;
 mod query;
 mod range;
+mod rate;
 mod sandboxes;
 mod server;
 mod sse;
@@ -32,7 +35,7 @@ use utoipa_axum::{
 };
 
 use self::access::Access;
-pub use self::server::serve;
+pub use self::{connections::Connections, rate::Rate, server::serve};
 use crate::{App, Error};
 
 /// Every route, and who may use it.

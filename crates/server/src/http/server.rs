@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use api::ErrorCode;
 use axum::{
     Router,
     body::Body,
@@ -19,6 +20,7 @@ use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Serialize;
 use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::Semaphore,
 };
@@ -26,14 +28,21 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::Service;
 use utoipa::ToSchema;
 
-use super::body::ok;
-use crate::{App, metrics::Figures};
+use super::{body::ok, connections::Place, held::with};
+use crate::{
+    App,
+    metrics::{Figure, Figures},
+};
 
-const MOST_CONNECTIONS: usize = 4096;
 /// For the head of a request, and between two on one connection.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 /// For requests under way when the server is asked to stop.
 const DRAIN_DEADLINE: Duration = Duration::from_secs(3);
+/// Connections beyond the limit that are told so at once.
+const REFUSALS: usize = 64;
+const REFUSE_DEADLINE: Duration = Duration::from_secs(1);
+/// Bytes of a request that is refused unread.
+const MOST_REFUSED: u64 = 64 << 10;
 /// When no more descriptors can be had, one may be free again after so long.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
@@ -41,26 +50,30 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub async fn serve(app: Arc<App>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
     let router = super::router(&app);
     let (connections, stop) = (TaskTracker::new(), CancellationToken::new());
-    let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
+    let refusals = Arc::new(Semaphore::new(REFUSALS));
     let mut shutdown = pin!(shutdown);
     loop {
-        let next = async {
-            let place = Arc::clone(&places).acquire_owned().await;
-            (place, listener.accept().await)
-        };
         let accepted = tokio::select! {
-            accepted = next => accepted,
+            accepted = listener.accept() => accepted,
             () = &mut shutdown => break,
         };
         match accepted {
-            (place, Ok((stream, _))) => {
-                let connection = serve_connection(router.clone(), stream, stop.clone());
-                connections.spawn(async move {
-                    connection.await;
-                    drop(place);
-                });
-            }
-            (_, Err(error)) => {
+            Ok((stream, peer)) => match app.connections.enter(peer.ip().to_canonical()) {
+                Some(place) => {
+                    let connection = serve_connection(router.clone(), stream, place, stop.clone());
+                    connections.spawn(connection);
+                }
+                // Beyond those that are being told so, the connection is simply closed.
+                None => {
+                    if let Ok(turn) = Arc::clone(&refusals).try_acquire_owned() {
+                        connections.spawn(async move {
+                            refuse(stream).await;
+                            drop(turn);
+                        });
+                    }
+                }
+            },
+            Err(error) => {
                 tracing::warn!(%error, "a connection cannot be accepted");
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
@@ -72,18 +85,51 @@ pub async fn serve(app: Arc<App>, listener: TcpListener, shutdown: impl Future<O
     connections.wait().await;
 }
 
-async fn serve_connection(router: Router, stream: TcpStream, stop: CancellationToken) {
+/// Every place is taken by a request that is being answered. Nothing of this one counts.
+async fn refuse(mut stream: TcpStream) {
+    let error = "the server answers as many requests as it can; try again shortly";
+    let body = serde_json::json!({
+        "error": error, "code": ErrorCode::Unavailable, "detail": error, "request_id": "",
+    })
+    .to_string();
+    let answer = format!(
+        "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n\
+         content-length: {}\r\nconnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    let told = async {
+        // Clients take an answer that comes before their request for none.
+        stream.readable().await?;
+        stream.write_all(answer.as_bytes()).await?;
+        stream.shutdown().await?;
+        // Closed with its request unread, the connection would break before the client has read the answer.
+        tokio::io::copy(&mut stream.take(MOST_REFUSED), &mut tokio::io::sink()).await
+    };
+    // Fails where the client has gone.
+    let _ = tokio::time::timeout(REFUSE_DEADLINE, told).await;
+}
+
+async fn serve_connection(
+    router: Router,
+    stream: TcpStream,
+    place: Place,
+    stop: CancellationToken,
+) {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection is already gone");
     }
-    let service = service_fn(move |request: Request<Incoming>| {
-        let mut router = router.clone();
-        async move {
-            Ok::<Response, Infallible>(
-                router.call(request.map(Body::new)).await.unwrap_or_else(|never| match never {}),
-            )
-        }
-    });
+    let place = Arc::new(place);
+    let service = {
+        let place = Arc::clone(&place);
+        service_fn(move |request: Request<Incoming>| {
+            let (mut router, busy) = (router.clone(), place.busy());
+            async move {
+                let response = router.call(request.map(Body::new)).await;
+                let response = response.unwrap_or_else(|never| match never {});
+                Ok::<Response, Infallible>(response.map(|body| with(body, busy)))
+            }
+        })
+    };
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_DEADLINE)
@@ -92,6 +138,13 @@ async fn serve_connection(router: Router, stream: TcpStream, stop: CancellationT
     let mut connection = pin!(connection);
     let outcome = tokio::select! {
         outcome = &mut connection => outcome,
+        // The head of a request may have come at this very moment.
+        () = place.closed.cancelled() => if place.is_busy() {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        } else {
+            Ok(())
+        },
         () = stop.cancelled() => {
             connection.as_mut().graceful_shutdown();
             tokio::time::timeout(DRAIN_DEADLINE, connection).await.unwrap_or(Ok(()))
@@ -143,8 +196,24 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> impl IntoResponse {
         sandboxes: app.sandboxes.count_by_status(),
         machines_ready: app.sandboxes.ready_machines(),
         refused_creates: app.sandboxes.refused_creates(),
-        capacity: app.sandboxes.capacity_figures(),
+        capacity: app.sandboxes.capacity_figures().into_iter().chain(own_figures(&app)).collect(),
         traffic: app.sandboxes.traffic(),
     });
     ([(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"))], text)
+}
+
+/// What the server itself has in use, and may have.
+fn own_figures(app: &App) -> [Figure; 4] {
+    let figure = |name, help, value| Figure { name, help, value };
+    let connections = &app.connections;
+    [
+        figure("connections", "Connections of clients.", connections.count() as u64),
+        figure("connections_limit", "Connections that there may be.", connections.most() as u64),
+        figure(
+            "buffer_bytes",
+            "Memory of requests and answers that are held whole.",
+            app.buffers.used(),
+        ),
+        figure("buffer_limit_bytes", "What those may have together.", app.buffers.total()),
+    ]
 }

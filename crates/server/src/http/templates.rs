@@ -101,7 +101,7 @@ pub(super) async fn build(
         )
         .await?
     } else {
-        let text = body::read(request.into_body(), LONGEST_FIELD).await?;
+        let (text, _held) = body::read(request.into_body(), LONGEST_FIELD, &app.buffers).await?;
         urlencoded_form(&Query::parse(&text))?
     };
     let (name, source, rootfs) = source_of(form)?;

@@ -4,6 +4,7 @@ mod access;
 mod clock;
 mod execs;
 mod files;
+mod limits;
 
 use std::{
     collections::BTreeMap,
@@ -20,8 +21,11 @@ use tokio::{net::TcpListener, sync::oneshot, task::JoinHandle};
 
 use crate::{
     App, Config,
+    buffers::Buffers,
     clock::Clock,
+    config::Capacity,
     db::{Db, testing},
+    http::{Connections, Rate},
     keys::Keys,
     metrics::Metrics,
     sandbox::Sandboxes,
@@ -54,9 +58,21 @@ impl Server {
     }
 
     async fn start_at(clock: Clock, environment: BTreeMap<String, String>) -> Self {
+        Self::start_as(clock, environment, Capacity::default()).await
+    }
+
+    async fn start_limited(capacity: Capacity) -> Self {
+        Self::start_as(Clock::default(), BTreeMap::new(), capacity).await
+    }
+
+    async fn start_as(
+        clock: Clock,
+        environment: BTreeMap<String, String>,
+        capacity: Capacity,
+    ) -> Self {
         let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
         let db = Db::connect(database.url()).await.unwrap();
-        let config = config(&directory.path().join("data"));
+        let config = Config { capacity, ..config(&directory.path().join("data")) };
         let (keys, _) =
             Keys::open(db.clone(), clock.clone(), config.api_key.clone()).await.unwrap();
         let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
@@ -70,6 +86,9 @@ impl Server {
             environment,
         );
         let app = Arc::new(App {
+            buffers: Buffers::new(config.capacity.buffer_bytes),
+            rate: Rate::new(config.capacity.rate_limit),
+            connections: Connections::new(config.capacity.most_connections),
             config,
             clock,
             keys,
