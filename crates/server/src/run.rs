@@ -7,8 +7,8 @@ use machine::{
     Accelerator, Hypervisor, Shape,
     network::{NetworkConfig, Networks},
 };
-use store::{Layout, initramfs::Initramfs, kernel::Kernel, prune::InUse};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use store::{Layout, initramfs::Initramfs, kernel::Kernel, prune::InUse};
 use tokio::net::TcpListener;
 
 use crate::{

@@ -99,7 +99,9 @@ async fn refuse(mut stream: TcpStream) {
     );
     let told = async {
         // Clients take an answer that comes before their request for none.
-        stream.readable().await?;
+        if stream.read(&mut [0; 4096]).await? == 0 {
+            return Ok(0);
+        }
         stream.write_all(answer.as_bytes()).await?;
         stream.shutdown().await?;
         // Closed with its request unread, the connection would break before the client has read the answer.
