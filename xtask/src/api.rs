@@ -58,9 +58,35 @@ impl Api {
         content(answer, &format!("DELETE {path}")).map(drop)
     }
 
-    fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
+    pub(crate) fn post(&self, path: &str, body: &Value) -> anyhow::Result<Value> {
         self.post_once(path, body)?
             .with_context(|| format!("call POST {path}: the server asks to come again"))
+    }
+
+    /// Of calls whose answer may be empty.
+    pub(crate) fn post_empty(&self, path: &str) -> anyhow::Result<()> {
+        let answer = self
+            .agent
+            .post(self.address(path))
+            .header("Authorization", &self.authorization)
+            .send_empty();
+        content(answer, &format!("POST {path}")).map(drop)
+    }
+
+    /// The answer as it comes.
+    pub(crate) fn post_stream(
+        &self,
+        path: &str,
+        body: &Value,
+    ) -> anyhow::Result<impl std::io::Read + Send + 'static> {
+        let answer = self
+            .agent
+            .post(self.address(path))
+            .header("Authorization", &self.authorization)
+            .send_json(body);
+        let answer = answer.with_context(|| format!("call POST {path}"))?;
+        ensure!(answer.status() == 200, "call POST {path}: {}", answer.status());
+        Ok(answer.into_body().into_reader())
     }
 
     /// `None`: not now, and nothing was done.

@@ -66,13 +66,22 @@ fn disk_statistics(disks: &Value, device: &str) -> Option<DiskStatistics> {
 }
 
 fn vcpu_time(pid: u32, processors: &Value) -> io::Result<Duration> {
+    let threads = processors.as_array().into_iter().flatten();
+    let threads: Vec<u64> = threads.filter_map(|thread| thread["thread-id"].as_u64()).collect();
     let mut time = Duration::ZERO;
-    for thread in processors.as_array().into_iter().flatten() {
-        let Some(thread) = thread["thread-id"].as_u64() else { continue };
-        // Nanoseconds on a processor, then those spent waiting for one.
-        let text = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/schedstat"))?;
-        let used = text.split(' ').next().and_then(|word| word.parse().ok()).unwrap_or(0);
-        time += Duration::from_nanos(used);
+    for task in std::fs::read_dir(format!("/proc/{pid}/task"))? {
+        let task = task?.path();
+        // A thread that has ended meanwhile is none of them.
+        let read = |name: &str| std::fs::read_to_string(task.join(name)).unwrap_or_default();
+        // QEMU knows its threads by their numbers in its own namespace, the last in the list.
+        let status = read("status");
+        let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        let number = numbers.and_then(|numbers| numbers.split_whitespace().last()?.parse().ok());
+        if number.is_some_and(|number| threads.contains(&number)) {
+            // Nanoseconds on a processor, then those spent waiting for one.
+            let used = read("schedstat").split(' ').next().and_then(|word| word.parse().ok());
+            time += Duration::from_nanos(used.unwrap_or(0));
+        }
     }
     Ok(time)
 }

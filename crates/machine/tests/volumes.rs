@@ -3,7 +3,6 @@
 
 mod harness;
 
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -330,19 +329,13 @@ async fn what_a_guest_uses_of_its_disks_is_counted() {
 async fn a_durable_root_disk_is_flushed_when_its_guest_flushes() {
     let bake = Bake::shared().await;
     let directory = bake.clone_disk("durable");
-    let disk = directory.join("rootfs");
-    let mut load = bake.loading(read_write(&disk), bake.disk_bytes());
+    let mut load = bake.loading(read_write(&directory.join("rootfs")), bake.disk_bytes());
     load.root_disk.durability = machine::Durability::Durable;
     let prepared = bake.prepare(place(directory)).await;
     let machine = Running::from(prepared.load(load).await.unwrap());
     machine.resume().await.unwrap();
     let guest = machine.connect_guest(DEADLINE).await.unwrap();
     guest.call(Request::Repair(harness::repair()), DEADLINE).await.unwrap();
-    assert_eq!(
-        ends(&guest, "echo 0123456789abcdef > /root/note && sync /root/note").await,
-        Some(0)
-    );
+    assert_eq!(ends(&guest, "echo flushed > /root/note && sync /root/note").await, Some(0));
     assert!(machine.statistics().await.unwrap().root_disk.flushes > 0);
-    let mut bytes = vec![0; 1];
-    read_write(&disk).read_exact_at(&mut bytes, 0).unwrap();
 }

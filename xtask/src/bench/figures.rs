@@ -18,6 +18,8 @@ pub(crate) enum Target {
     /// Times the floor, at p50 and at p90.
     RatioAndTail(f64),
     Value(f64),
+    /// So much more than the floor, at p50.
+    Beyond(f64),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -72,6 +74,7 @@ impl Figures {
                 ratio.zip(tail).map(|(ratio, tail)| good(ratio, target) && good(tail, target))
             }
             Target::Value(target) => Some(good(p50, target)),
+            Target::Beyond(target) => floor(0.5).map(|floor| good(p50 - floor, target)),
         };
         Self {
             name: row.name,
@@ -97,6 +100,7 @@ impl Figures {
                 format!("ratio {} {target}, at p90 too", sign(row.better))
             }
             Target::Value(target) => format!("{} {target}", sign(row.better)),
+            Target::Beyond(target) => format!("{} floor + {target}", sign(row.better)),
         };
         let verdict = match self.reached {
             Some(true) => "ok",
@@ -104,7 +108,7 @@ impl Figures {
             None => "",
         };
         format!(
-            "{:<18} {:<5} {:>4} {:>9} {:>9} {:>9} {:>10} {:>10} {:>7}  {verdict:<6} {target}",
+            "{:<26} {:<5} {:>4} {:>9} {:>9} {:>9} {:>10} {:>10} {:>7}  {verdict:<6} {target}",
             self.name,
             self.unit,
             self.n,
@@ -122,7 +126,7 @@ impl Figures {
 
 pub(crate) fn table(rows: &[(Row, Figures)]) -> String {
     let mut text = format!(
-        "{:<18} {:<5} {:>4} {:>9} {:>9} {:>9} {:>10} {:>10} {:>7}\n",
+        "{:<26} {:<5} {:>4} {:>9} {:>9} {:>9} {:>10} {:>10} {:>7}\n",
         "row", "unit", "n", "p50", "p90", "p99", "floor p50", "floor p90", "ratio"
     );
     for (row, figures) in rows {

@@ -21,9 +21,9 @@ use crate::{
 
 /// After a machine has gone or come, the server makes the next one ready and the host writes back; neither belongs to
 /// the next measurement.
-const SETTLE: Duration = Duration::from_millis(700);
+pub(super) const SETTLE: Duration = Duration::from_millis(700);
 /// What an idle sandbox does after its start is over by then.
-const IDLE: Duration = Duration::from_secs(5);
+pub(super) const IDLE: Duration = Duration::from_secs(5);
 const LARGE: usize = 32 << 20;
 const AT_ONCE: usize = 8;
 
@@ -42,7 +42,7 @@ pub(crate) struct Group {
     pub(crate) measure: fn(&Bench) -> anyhow::Result<Vec<Samples>>,
 }
 
-const fn time(name: &'static str, target: Target) -> Row {
+pub(super) const fn time(name: &'static str, target: Target) -> Row {
     Row { name, unit: "ms", better: Better::Lower, target }
 }
 
@@ -294,7 +294,7 @@ impl Bench {
 }
 
 impl Samples {
-    fn push_times(&mut self, ours: Duration, floor: Duration) {
+    pub(super) fn push_times(&mut self, ours: Duration, floor: Duration) {
         self.ours.push(milliseconds(ours));
         self.floor.push(milliseconds(floor));
     }
@@ -307,12 +307,12 @@ impl Samples {
     }
 }
 
-fn milliseconds(time: Duration) -> f64 {
+pub(super) fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
 /// Runs `action` for all inputs at the same time.
-fn at_once<I: Send, T: Send>(
+pub(super) fn at_once<I: Send, T: Send>(
     inputs: Vec<I>,
     action: impl Fn(I) -> anyhow::Result<T> + Sync,
 ) -> anyhow::Result<Vec<T>> {
@@ -329,7 +329,7 @@ fn at_once<I: Send, T: Send>(
 
 /// What this process alone holds in memory: pages it has written, swapped ones included. Pages of files, which all
 /// machines share through the page cache, do not count even while one process alone maps them.
-fn private_megabytes(pid: u32) -> anyhow::Result<f64> {
+pub(super) fn private_megabytes(pid: u32) -> anyhow::Result<f64> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let text = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
     let kilobytes = |name: &str| -> anyhow::Result<f64> {

@@ -5,6 +5,7 @@ mod floor;
 mod host;
 mod measure;
 mod reads;
+mod state;
 
 use std::{
     fs,
@@ -18,7 +19,7 @@ use serde_json::{Value, json};
 use self::{
     figures::{Document, Figures, Row, table},
     floor::{Bake, Parts, Shape},
-    measure::{Bench, GROUPS, Group},
+    measure::{Bench, Group},
 };
 use crate::{
     api::id_of,
@@ -105,8 +106,12 @@ fn number(object: &Value, field: &str) -> anyhow::Result<u64> {
     object[field].as_u64().with_context(|| format!("find {field} in {object}"))
 }
 
+fn all() -> impl Iterator<Item = &'static Group> {
+    measure::GROUPS.iter().chain(state::GROUPS)
+}
+
 fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {
-    let known: Vec<_> = GROUPS.iter().flat_map(|group| group.rows).map(|row| row.name).collect();
+    let known: Vec<_> = all().flat_map(|group| group.rows).map(|row| row.name).collect();
     for name in only {
         ensure!(
             known.contains(&name.as_str()),
@@ -114,7 +119,7 @@ fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {
             known.join(", ")
         );
     }
-    Ok(GROUPS.iter().filter(|group| group.rows.iter().any(|row| is_chosen(row, only))).collect())
+    Ok(all().filter(|group| group.rows.iter().any(|row| is_chosen(row, only))).collect())
 }
 
 fn is_chosen(row: &Row, only: &[String]) -> bool {
@@ -128,7 +133,7 @@ mod tests {
     #[test]
     fn a_row_is_chosen_by_its_name_and_an_unknown_one_is_refused() {
         assert_eq!(chosen(&["delete".to_owned()]).unwrap().len(), 1);
-        assert_eq!(chosen(&[]).unwrap().len(), GROUPS.len());
+        assert_eq!(chosen(&[]).unwrap().len(), all().count());
         assert!(chosen(&["exec_treu".to_owned()]).is_err());
     }
 }

@@ -20,7 +20,7 @@ pub(crate) struct Guest {
     pub(super) machine: Machine,
     reader: BufReader<UnixStream>,
     /// Removed at the end.
-    directory: Option<PathBuf>,
+    pub(super) directory: Option<PathBuf>,
 }
 
 impl Guest {

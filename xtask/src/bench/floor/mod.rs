@@ -6,6 +6,7 @@ mod initramfs;
 mod parts;
 mod qemu;
 mod qmp;
+mod save;
 
 use std::{
     fs::{self, File},
@@ -87,6 +88,15 @@ impl Bake {
             state: self.directory.join("state"),
             directory,
         })
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// A path beside it, where files can be cloned as well.
+    pub(crate) fn sibling(&self, name: &str) -> PathBuf {
+        self.directory.with_file_name(name)
     }
 
     fn start(&self, directory: &Path, start: &Start<'_>) -> anyhow::Result<Machine> {
@@ -195,6 +205,17 @@ mod tests {
             guest.run(&format!("test $(stat -c %s /srv/file) = {}", bytes.len())).unwrap();
             guest.write("/srv/file", 1000).unwrap();
             guest.read("/srv/file").unwrap();
+            guest.quit().unwrap();
+        }
+
+        let mut guest = bake.prepare().unwrap().restore().unwrap();
+        guest.run("mount -t tmpfs none /mnt && head -c 20M /dev/urandom > /mnt/file && cp /mnt/file /srv/file").unwrap();
+        let save = guest.save(&bake, directory.path().join("saved")).unwrap();
+        guest.run("rm /mnt/file /srv/file").unwrap();
+        guest.quit().unwrap();
+        for _ in 0..2 {
+            let mut guest = save.bake.prepare().unwrap().restore().unwrap();
+            guest.run("cmp /mnt/file /srv/file").unwrap();
             guest.quit().unwrap();
         }
     }
