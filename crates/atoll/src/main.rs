@@ -14,9 +14,11 @@ mod prepare;
 mod sandbox;
 mod serve;
 mod settings;
+mod snapshot;
 mod sweep;
 mod template;
 mod version;
+mod volume;
 
 use std::{process::ExitCode, time::Duration};
 
@@ -88,6 +90,10 @@ enum Command {
     Cp(copy::Copy),
     Logs(logs::Logs),
     #[command(subcommand)]
+    Snapshot(snapshot::SnapshotCommand),
+    #[command(subcommand)]
+    Volume(volume::VolumeCommand),
+    #[command(subcommand)]
     Template(template::TemplateCommand),
     #[command(subcommand)]
     Key(key::KeyCommand),
@@ -119,6 +125,8 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Sandbox(command) => return command.run(&connection).await,
         Command::Cp(copy) => copy.run(&connection.client()?).await?,
         Command::Logs(logs) => logs.run(&connection.client()?).await?,
+        Command::Snapshot(command) => command.run(&connection).await?,
+        Command::Volume(command) => command.run(&connection).await?,
         Command::Template(command) => command.run(&connection).await?,
         Command::Key(command) => command.run(&connection).await?,
         Command::Version(version) => version.run(connection.output())?,

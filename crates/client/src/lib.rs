@@ -7,10 +7,13 @@
 mod error;
 mod exec;
 mod file;
+mod fork;
 mod key;
 mod sandbox;
+mod snapshot;
 pub mod sse;
 mod template;
+mod volume;
 
 use std::{future::Future, time::Duration};
 

@@ -1,8 +1,8 @@
-//! Sandboxes: create, get, list, delete, lifecycle, network.
+//! Sandboxes: create, get, list, delete, lifecycle, network, what happened to them and what they use.
 
 use api::{
-    CreateSandbox, Lifecycle, Network, Sandbox, SandboxId, SandboxStatus, UpdateLifecycle,
-    UpdateNetwork,
+    CreateSandbox, Event, EventList, Lifecycle, Metrics, Network, Sandbox, SandboxId,
+    SandboxStatus, UpdateLifecycle, UpdateNetwork,
 };
 use reqwest::Method;
 
@@ -75,5 +75,43 @@ impl Client {
     ) -> Result<Network, Error> {
         self.json(self.request(Method::PATCH, &format!("/v1/sandboxes/{id}/network")).json(update))
             .await
+    }
+
+    /// Its memory stays, it uses no processor, and its time to live stands still.
+    pub async fn pause(&self, id: &SandboxId) -> Result<(), Error> {
+        self.act(id, "pause").await
+    }
+
+    pub async fn resume(&self, id: &SandboxId) -> Result<(), Error> {
+        self.act(id, "resume").await
+    }
+
+    /// Memory and disk go to the host's disk; no process is left.
+    pub async fn hibernate(&self, id: &SandboxId) -> Result<(), Error> {
+        self.act(id, "hibernate").await
+    }
+
+    pub async fn wake(&self, id: &SandboxId) -> Result<(), Error> {
+        self.act(id, "wake").await
+    }
+
+    async fn act(&self, id: &SandboxId, verb: &'static str) -> Result<(), Error> {
+        self.send(self.request(Method::POST, &format!("/v1/sandboxes/{id}/{verb}"))).await.map(drop)
+    }
+
+    /// What happened to it, oldest first; the last `tail` if given.
+    pub async fn sandbox_events(
+        &self,
+        id: &SandboxId,
+        tail: Option<u32>,
+    ) -> Result<Vec<Event>, Error> {
+        let query = tail.map(|tail| format!("?tail={tail}")).unwrap_or_default();
+        let path = format!("/v1/sandboxes/{id}/events{query}");
+        let list: EventList = self.json(self.request(Method::GET, &path)).await?;
+        Ok(list.events)
+    }
+
+    pub async fn sandbox_metrics(&self, id: &SandboxId) -> Result<Metrics, Error> {
+        self.json(self.request(Method::GET, &format!("/v1/sandboxes/{id}/metrics"))).await
     }
 }

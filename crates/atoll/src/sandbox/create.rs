@@ -1,12 +1,16 @@
 //! `atoll sandbox create`.
 
-use std::time::{Duration, Instant};
+use std::{
+    str::FromStr,
+    time::{Duration, Instant},
+};
 
-use api::{CreateSandbox, Sandbox};
+use api::{CreateSandbox, Sandbox, SnapshotId, VolumeMount, VolumeName};
 use clap::Args;
 use client::{Client, Error};
 
 use crate::{
+    failure::Failure,
     output::{Output, optional_instant, remark},
     pair::{self, Pair, Variable},
 };
@@ -20,11 +24,19 @@ use crate::{
 Examples:
   atoll sandbox create
   atoll sandbox create --template code-interpreter --ttl 600 --metadata job=7
-  atoll sandbox create --cpu 1 --memory-mb 1024 --env TOKEN    # TOKEN as it is here")]
+  atoll sandbox create --cpu 1 --memory-mb 1024 --env TOKEN    # TOKEN as it is here
+  atoll sandbox create --volume data --volume models:/models:ro
+  atoll sandbox create --from-snapshot SNAPSHOT")]
 pub(crate) struct Create {
     /// What it starts from; `atoll template list` shows them
     #[arg(long, value_name = "NAME", default_value = "base")]
     template: String,
+    /// Go on from a snapshot, with its memory, disk and sizes; `atoll snapshot list` shows them
+    #[arg(long, value_name = "SNAPSHOT", conflicts_with_all = ["template", "cpu", "memory_mb", "disk_mb"])]
+    from_snapshot: Option<SnapshotId>,
+    /// A volume to attach, at /mnt/NAME unless PATH says where; `ro` for reading only; may be repeated
+    #[arg(long = "volume", value_name = "NAME[:PATH][:ro]")]
+    volumes: Vec<Attachment>,
     /// Virtual CPUs [default: the template's]
     #[arg(long, value_name = "COUNT")]
     cpu: Option<u32>,
@@ -54,7 +66,11 @@ pub(crate) struct Create {
 impl Create {
     pub(crate) async fn run(self, client: &Client, output: Output) -> anyhow::Result<()> {
         let request = CreateSandbox {
-            template: Some(self.template),
+            // The sizes and the template come from a snapshot.
+            template: self.from_snapshot.is_none().then_some(self.template),
+            from_snapshot: self.from_snapshot.map(|id| id.to_string()),
+            volumes: (!self.volumes.is_empty())
+                .then(|| self.volumes.into_iter().map(|Attachment(mount)| mount).collect()),
             cpu: self.cpu,
             memory_mb: self.memory_mb,
             disk_mb: self.disk_mb,
@@ -101,5 +117,56 @@ async fn create_when_there_is_room(
             told = true;
         }
         tokio::time::sleep(pause).await;
+    }
+}
+
+/// `NAME[:PATH][:ro]`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Attachment(VolumeMount);
+
+impl FromStr for Attachment {
+    type Err = Failure;
+
+    fn from_str(text: &str) -> Result<Self, Failure> {
+        let (name, rest) =
+            text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
+        let name: VolumeName = name.parse().map_err(|error| Failure::new(format!("{error}")))?;
+        let (path, read_only) = match rest {
+            None => (None, false),
+            Some("ro") => (None, true),
+            Some(rest) => match rest.strip_suffix(":ro") {
+                Some(path) => (Some(path), true),
+                None => (Some(rest), false),
+            },
+        };
+        if path.is_some_and(|path| !path.starts_with('/')) {
+            return Err(Failure::new("PATH must be absolute, as in data:/srv/data"));
+        }
+        let (name, mount_path) = (name.to_string(), path.map(ToOwned::to_owned));
+        Ok(Self(VolumeMount { name, read_only, mount_path }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_is_written_with_its_place_and_its_mode() {
+        let parsed = |text: &str| {
+            let Attachment(mount) = text.parse().unwrap();
+            (mount.name, mount.mount_path, mount.read_only)
+        };
+        let expected = |path: Option<&str>, read_only| {
+            ("a".to_owned(), path.map(ToOwned::to_owned), read_only)
+        };
+        assert_eq!(parsed("a"), expected(None, false));
+        assert_eq!(parsed("a:ro"), expected(None, true));
+        assert_eq!(parsed("a:/x"), expected(Some("/x"), false));
+        assert_eq!(parsed("a:/x:ro"), expected(Some("/x"), true));
+        assert_eq!(parsed("a:/x:y"), expected(Some("/x:y"), false));
+        for bad in ["", ":/x", "a:", "a:x", "a:rw", "../a:/x", "a:ro:/x"] {
+            assert!(bad.parse::<Attachment>().is_err(), "{bad}");
+        }
     }
 }

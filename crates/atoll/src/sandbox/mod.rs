@@ -1,11 +1,12 @@
-//! `atoll sandbox`: create, list, get, exec, delete.
+//! `atoll sandbox`: create, list, get, exec, pause, hibernate, fork, delete.
 
 mod create;
 mod exec;
+mod fork;
 
 use std::process::ExitCode;
 
-use api::{BootMode, Sandbox, SandboxId, SandboxStatus};
+use api::{BootMode, Sandbox, SandboxId, SandboxStatus, VolumeMount};
 use clap::{Args, Subcommand, ValueEnum};
 use client::SandboxFilter;
 
@@ -25,11 +26,23 @@ pub(crate) enum SandboxCommand {
         id: SandboxId,
     },
     Exec(exec::Exec),
+    /// Let sandboxes stand still: their memory stays, they use no processor and their time to live stops
+    Pause(Ids),
+    /// Let paused sandboxes go on
+    Resume(Ids),
+    /// Put sandboxes to rest on the host's disk: they use neither memory nor processor; work on one wakes it
+    Hibernate(Ids),
+    /// Bring hibernated sandboxes back
+    Wake(Ids),
+    Fork(fork::Fork),
     /// Delete sandboxes with their disks, for ever
-    Delete {
-        #[arg(required = true, value_name = "ID")]
-        ids: Vec<SandboxId>,
-    },
+    Delete(Ids),
+}
+
+#[derive(Args)]
+pub(crate) struct Ids {
+    #[arg(required = true, value_name = "ID")]
+    ids: Vec<SandboxId>,
 }
 
 /// List the sandboxes, newest first
@@ -80,7 +93,28 @@ impl SandboxCommand {
             }
             Self::Get { id } => output.show(&client.sandbox(&id).await?, described)?,
             Self::Exec(exec) => return exec.run(&client, output).await,
-            Self::Delete { ids } => {
+            Self::Pause(Ids { ids }) => {
+                for id in ids {
+                    client.pause(&id).await?;
+                }
+            }
+            Self::Resume(Ids { ids }) => {
+                for id in ids {
+                    client.resume(&id).await?;
+                }
+            }
+            Self::Hibernate(Ids { ids }) => {
+                for id in ids {
+                    client.hibernate(&id).await?;
+                }
+            }
+            Self::Wake(Ids { ids }) => {
+                for id in ids {
+                    client.wake(&id).await?;
+                }
+            }
+            Self::Fork(fork) => fork.run(&client, output).await?,
+            Self::Delete(Ids { ids }) => {
                 for id in ids {
                     client.delete_sandbox(&id).await?;
                 }
@@ -128,8 +162,16 @@ fn described(sandbox: &Sandbox) -> String {
         ("created", instant(sandbox.created_at)),
         ("expires", expires(sandbox)),
         ("metadata", metadata.join(" ")),
+        ("snapshot", sandbox.from_snapshot.map(|id| id.to_string()).unwrap_or_default()),
+        ("volumes", sandbox.volumes.iter().map(attached).collect::<Vec<_>>().join(" ")),
         ("start", format!("{boot} in {} ms under {}", sandbox.boot_ms, sandbox.accelerator)),
     ])
+}
+
+/// As `--volume` has it.
+fn attached(mount: &VolumeMount) -> String {
+    let path = mount.mount_path.as_ref().map(|path| format!(":{path}")).unwrap_or_default();
+    format!("{}{path}{}", mount.name, if mount.read_only { ":ro" } else { "" })
 }
 
 fn expires(sandbox: &Sandbox) -> String {
