@@ -22,6 +22,7 @@ const PER_SANDBOX: [&str; 3] = ["sandboxes", "machines", "temporary"];
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Footprint {
     pub processes: BTreeSet<u32>,
+    pub control_groups: BTreeSet<PathBuf>,
     pub namespaces: BTreeSet<String>,
     pub links: BTreeSet<String>,
     pub mounts: BTreeSet<String>,
@@ -40,6 +41,7 @@ impl Footprint {
         let path = data.to_string_lossy().into_owned();
         Self {
             processes: processes(data, number),
+            control_groups: number.map(control_groups).unwrap_or_default(),
             namespaces: names_in("/run/netns").filter(|name| belongs(name, "atoll-#-")).collect(),
             links: names_in("/sys/class/net").filter(|name| belongs(name, "at#.")).collect(),
             mounts: read("/proc/self/mounts")
@@ -73,9 +75,10 @@ impl Footprint {
     }
 
     /// How many of each kind: equal for two moments at which the server holds as much.
-    pub fn counts(&self) -> [usize; 6] {
+    pub fn counts(&self) -> [usize; 7] {
         [
             self.processes.len(),
+            self.control_groups.len(),
             self.namespaces.len(),
             self.links.len(),
             self.mounts.len(),
@@ -104,6 +107,10 @@ impl Footprint {
                 let _ = kill_process(pid, Signal::KILL);
             }
         }
+        for group in &self.control_groups {
+            // Its processes may not have ended yet; it does no harm empty.
+            let _ = fs::remove_dir(group);
+        }
         for namespace in &self.namespaces {
             output_of("ip", &["netns", "delete", namespace]);
         }
@@ -124,12 +131,34 @@ fn instance(data: &Path) -> Option<u32> {
     fs::read_to_string(data.join("instance")).ok()?.trim().parse().ok()
 }
 
+/// The uids of its machines.
+fn users_of(instance: u32) -> RangeInclusive<u32> {
+    let first = UIDS_FROM + instance * SLOTS;
+    first..=first + SLOTS - 1
+}
+
+/// Of its machines, in any hierarchy.
+fn control_groups(instance: u32) -> BTreeSet<PathBuf> {
+    let users = users_of(instance);
+    let mut found = BTreeSet::new();
+    let mut ahead = vec![PathBuf::from("/sys/fs/cgroup")];
+    while let Some(directory) = ahead.pop() {
+        for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let user = name.strip_prefix("atoll-").and_then(|rest| rest.split('.').next());
+            if user.and_then(|user| user.parse().ok()).is_some_and(|user| users.contains(&user)) {
+                found.insert(entry.path());
+            } else if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                ahead.push(entry.path());
+            }
+        }
+    }
+    found
+}
+
 /// Those of its machines' users, and all that were started with its path, but the server itself.
 fn processes(data: &Path, instance: Option<u32>) -> BTreeSet<u32> {
-    let users = instance.map(|number| {
-        let first = UIDS_FROM + number * SLOTS;
-        first..=first + SLOTS - 1
-    });
+    let users = instance.map(users_of);
     let path = data.to_string_lossy().into_owned();
     let pids = names_in("/proc").filter_map(|name| name.parse::<u32>().ok());
     pids.filter(|pid| {

@@ -103,6 +103,10 @@ enum Command {
 fn main() -> ExitCode {
     let atoll = Atoll::from_arg_matches(&Atoll::command().get_matches())
         .unwrap_or_else(|error| error.exit());
+    // Before there are threads, which would keep what they had.
+    if let Err(error) = server::give_up_privileges() {
+        return failure::report(&anyhow::Error::new(error).context("give up privileges"));
+    }
     let runtime = match tokio::runtime::Builder::new_multi_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {

@@ -23,7 +23,7 @@ pub mod spec;
 mod statistics;
 mod tap;
 
-pub use cgroup::remove_groups;
+pub use cgroup::{groups_of, remove_groups};
 pub use disks::{Durability, RootDisk, VolumeDisk};
 pub use error::{Error, Result};
 pub use guest::Guest;

@@ -9,6 +9,7 @@ mod limits;
 #[cfg(test)]
 mod tests;
 
+use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::ops::RangeInclusive;
@@ -147,21 +148,30 @@ fn remove(directory: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes the groups of machines with these uids, except those in `kept`, wherever a server made them. Their processes
-/// must have ended. How many there were.
+/// Which of these uids have control groups, wherever a server made them.
+pub fn groups_of(uids: &RangeInclusive<u32>) -> BTreeSet<u32> {
+    found(uids).map(|(uid, _)| uid).collect()
+}
+
+/// Removes the control groups of machines with these uids, except those in `kept`. Their processes must have ended. How
+/// many there were.
 ///
 /// # Errors
-/// One is still in use, or the hierarchies cannot be read.
+/// One is still in use.
 pub fn remove_groups(uids: &RangeInclusive<u32>, kept: impl Fn(u32) -> bool) -> Result<usize> {
     let mut count = 0;
-    for directory in groups_below(Path::new(host::MOUNTED), DEPTH) {
-        let uid = directory.file_name().and_then(|name| uid_of(name.to_str()?));
-        if uid.is_some_and(|uid| uids.contains(&uid) && !kept(uid)) {
-            remove(&directory).map_err(Error::file("remove", &directory))?;
-            count += 1;
-        }
+    for (_, directory) in found(uids).filter(|(uid, _)| !kept(*uid)) {
+        remove(&directory).map_err(Error::file("remove", &directory))?;
+        count += 1;
     }
     Ok(count)
+}
+
+fn found(uids: &RangeInclusive<u32>) -> impl Iterator<Item = (u32, PathBuf)> {
+    groups_below(Path::new(host::MOUNTED), DEPTH).into_iter().filter_map(|directory| {
+        let uid = uid_of(directory.file_name()?.to_str()?)?;
+        uids.contains(&uid).then_some((uid, directory))
+    })
 }
 
 fn groups_below(directory: &Path, depth: usize) -> Vec<PathBuf> {

@@ -13,7 +13,7 @@ use machine::{
     uids_in_use,
 };
 
-use super::{Found, Kind, blocking};
+use super::{Found, Kind, blocking, control_groups};
 use crate::{
     Error,
     instance::{FreeNumber, NUMBERS, claimed, hold_data, number_of, owner_of},
@@ -87,6 +87,8 @@ impl Remains {
         let held = FreeNumber::hold(self.number).map_err(Error::from_start)?;
         let Some(held) = held.filter(|_| self.why_dead(scratch).is_some()) else { return Ok(()) };
         let before = found.all.len();
+        let has_processes = |uid: u32| self.users.contains_key(&uid);
+        control_groups(found, uids(self.number), has_processes, why).await?;
         for (uid, count) in &self.users {
             let killed = if found.removes() {
                 kill_all_of(*uid).await.map(drop).map_err(Error::internal)

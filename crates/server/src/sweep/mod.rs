@@ -31,6 +31,8 @@ pub struct Leftover {
 pub enum Kind {
     /// Processes of one user of ours.
     Processes,
+    /// Of a user of ours that has no processes.
+    ControlGroups,
     Namespace,
     Interface,
     Table,
@@ -49,6 +51,7 @@ impl fmt::Display for Kind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Processes => "processes",
+            Self::ControlGroups => "control groups",
             Self::Namespace => "namespace",
             Self::Interface => "interface",
             Self::Table => "nft table",
@@ -117,6 +120,28 @@ impl Found {
         };
         self.all.push(Leftover { kind, name, why, outcome });
     }
+}
+
+/// What is left of machines whose processes are gone already; with the others it goes with them.
+async fn control_groups(
+    found: &mut Found,
+    uids: std::ops::RangeInclusive<u32>,
+    is_kept: impl Fn(u32) -> bool,
+    why: &str,
+) -> Result<(), Error> {
+    for uid in blocking(move || machine::groups_of(&uids)).await? {
+        if is_kept(uid) {
+            continue;
+        }
+        let removed = if found.removes() {
+            let removed = blocking(move || machine::remove_groups(&(uid..=uid), |_| false)).await?;
+            removed.map(drop).map_err(Error::internal)
+        } else {
+            Ok(())
+        };
+        found.push(Kind::ControlGroups, format!("of uid {uid}"), why, removed);
+    }
+    Ok(())
 }
 
 /// Of the whole host, and of this data directory if no server runs there.

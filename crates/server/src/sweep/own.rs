@@ -10,7 +10,7 @@ use machine::{
 };
 use store::{Layout, machine_files, sandbox_files, sweep::of_data};
 
-use super::{Found, Kind, blocking};
+use super::{Found, Kind, blocking, control_groups};
 use crate::{
     Config, Error,
     db::Db,
@@ -112,7 +112,13 @@ async fn machines(
     kept: &Kept,
 ) -> Result<(), Error> {
     let first = *uids(number).start();
-    for (uid, count) in uids_in_use(uids(number)).map_err(Error::from_start)? {
+    let users = uids_in_use(uids(number)).map_err(Error::from_start)?;
+    let is_kept = |uid: u32| {
+        let slot = u16::try_from(uid - first);
+        users.contains_key(&uid) || slot.is_ok_and(|slot| kept.slots.contains(&slot))
+    };
+    control_groups(found, uids(number), is_kept, WHY).await?;
+    for (uid, count) in users {
         let slot = u16::try_from(uid - first).map_err(Error::internal)?;
         if kept.slots.contains(&slot) {
             continue;
