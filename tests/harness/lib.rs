@@ -18,7 +18,7 @@ pub use crate::{
     footprint::Footprint,
     host::Host,
     postgres::Postgres,
-    program::program,
+    program::{failpoints_program, program},
     sandbox::{Sandbox, command, patterned, small},
     server::{End, Options, Server},
     suite::{Claim, Length, run},

@@ -24,6 +24,17 @@ pub fn program() -> PathBuf {
         )
 }
 
+/// The one with points at which it fails or dies: named by `ATOLL_FAILPOINTS_PROGRAM`, or made by `cargo xtask failpoints`.
+///
+/// # Panics
+/// There is none.
+pub fn failpoints_program() -> PathBuf {
+    let program = std::env::var_os("ATOLL_FAILPOINTS_PROGRAM")
+        .map_or_else(|| target_directory().join("debug/atoll-failpoints"), PathBuf::from);
+    assert!(program.exists(), "{} is built first: `cargo xtask failpoints`", program.display());
+    program
+}
+
 /// Of this workspace: this program is in `PROFILE/deps` below it.
 pub(crate) fn target_directory() -> PathBuf {
     let this = std::env::current_exe().expect("a program knows its path");

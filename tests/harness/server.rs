@@ -31,6 +31,8 @@ pub(crate) const SETTLE_DEADLINE: Duration = Duration::from_secs(30);
 /// How a server is started. The default is what a person would get, at any free port.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// Another than [`program`].
+    pub program: Option<PathBuf>,
     pub listen: String,
     pub arguments: Vec<String>,
     pub environment: Vec<(&'static str, String)>,
@@ -38,7 +40,12 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { listen: "127.0.0.1:0".to_owned(), arguments: Vec::new(), environment: Vec::new() }
+        Self {
+            program: None,
+            listen: "127.0.0.1:0".to_owned(),
+            arguments: Vec::new(),
+            environment: Vec::new(),
+        }
     }
 }
 
@@ -103,6 +110,29 @@ impl Server {
         kill_process(self.process_id(), signal).expect("the server runs");
         let ended = tokio::time::timeout(END_DEADLINE, self.process.wait()).await;
         ended.expect("the server ends when told to").expect("a child can be waited for")
+    }
+
+    /// Of a server that dies of itself, or fails.
+    ///
+    /// # Panics
+    /// It goes on.
+    pub async fn ended(&mut self) -> ExitStatus {
+        let ended = tokio::time::timeout(END_DEADLINE, self.process.wait()).await;
+        ended.expect("the server ends").expect("a child can be waited for")
+    }
+
+    /// Starts it again and waits for its end, which comes of itself.
+    ///
+    /// # Panics
+    /// It goes on.
+    pub async fn start_to_its_end(&mut self, environment: &[(&str, &str)]) -> ExitStatus {
+        let mut command = serve(self.data.path(), &self.log, &self.options);
+        self.process = command
+            .envs(environment.iter().copied())
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("the program can be started");
+        self.ended().await
     }
 
     /// Deletes its sandboxes, ends it, and tells what of it is left on the host.
@@ -261,18 +291,8 @@ fn new_log() -> PathBuf {
 }
 
 async fn launch(data: &Path, log: &Path, options: &Options) -> (Child, String, Option<String>) {
-    let errors = OpenOptions::new().append(true).open(log).expect("the log was made");
-    let mut process = Command::new(program())
-        .args(["--json", "serve", "--listen", &options.listen, "--data-dir"])
-        .arg(data)
-        .args(&options.arguments)
-        .env("ATOLL_POOL", pool())
-        .env_remove("ATOLL_API_KEY")
-        .env_remove("ATOLL_DATA_DIR")
-        .envs(options.environment.iter().map(|(name, value)| (name, value)))
-        .stdin(Stdio::null())
+    let mut process = serve(data, log, options)
         .stdout(Stdio::piped())
-        .stderr(errors)
         .spawn()
         .unwrap_or_else(|error| panic!("{error}: start {}", program().display()));
     let stdout = process.stdout.take().expect("it was asked for");
@@ -286,6 +306,22 @@ async fn launch(data: &Path, log: &Path, options: &Options) -> (Child, String, O
             panic!("the server does not start:\n{said}")
         }
     }
+}
+
+fn serve(data: &Path, log: &Path, options: &Options) -> Command {
+    let errors = OpenOptions::new().append(true).open(log).expect("the log was made");
+    let mut command = Command::new(options.program.clone().unwrap_or_else(program));
+    command
+        .args(["--json", "serve", "--listen", &options.listen, "--data-dir"])
+        .arg(data)
+        .args(&options.arguments)
+        .env("ATOLL_POOL", pool())
+        .env_remove("ATOLL_API_KEY")
+        .env_remove("ATOLL_DATA_DIR")
+        .envs(options.environment.iter().map(|(name, value)| (name, value)))
+        .stdin(Stdio::null())
+        .stderr(errors);
+    command
 }
 
 /// The URL always, and the first time a key as well.

@@ -18,6 +18,28 @@ pub(crate) fn release_program(root: &Path) -> anyhow::Result<PathBuf> {
     Ok(target_directory()?.join("release/atoll"))
 }
 
+/// `atoll` with points at which it fails or dies. Built as the tests of the workspace are, whose dependencies then serve
+/// for it as well: only our own crates differ.
+pub(crate) fn failpoints_program(root: &Path) -> anyhow::Result<PathBuf> {
+    let arguments = [
+        "build",
+        "--quiet",
+        "--workspace",
+        "--bin",
+        "atoll",
+        "--test",
+        "faults",
+        "--features",
+        "atoll/failpoints",
+    ];
+    cargo(root, &arguments, &[])?;
+    let built = target_directory()?.join("debug/atoll");
+    let program = built.with_file_name("atoll-failpoints");
+    // Nobody shall take it for the other; the next build of that one puts it back.
+    std::fs::rename(&built, &program).context("name the program with failpoints")?;
+    Ok(program)
+}
+
 /// Static, because it runs before there is a root file system.
 pub(crate) fn floor_guest(root: &Path) -> anyhow::Result<PathBuf> {
     let arguments =

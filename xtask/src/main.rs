@@ -35,6 +35,8 @@ enum Task {
     Soak,
     /// Try inputs that nobody thought of on what reads bytes from strangers
     Fuzz(fuzz::Options),
+    /// Build the program that tests/faults.rs starts
+    Failpoints,
     /// Measure what a sandbox costs beside what the technique alone costs
     Bench(bench::Options),
 }
@@ -59,6 +61,10 @@ fn run() -> anyhow::Result<()> {
         Task::Test => suite::test(root),
         Task::Soak => suite::soak(root),
         Task::Fuzz(options) => fuzz::run(root, &options),
+        Task::Failpoints => {
+            println!("{}", build::failpoints_program(root)?.display());
+            Ok(())
+        }
         Task::Bench(options) => bench::run(root, &options),
     }
 }

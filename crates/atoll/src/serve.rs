@@ -44,6 +44,8 @@ pub(crate) struct Serve {
 impl Serve {
     pub(crate) async fn run(self, output: Output) -> anyhow::Result<()> {
         require_root("serve")?;
+        #[cfg(feature = "failpoints")]
+        fault::obey()?;
         logging::start(self.log_format, "info,sqlx=error");
         let config = self.settings.config(self.listen)?;
         let ready = move |address, first_key| {

@@ -200,6 +200,7 @@ impl Hypervisor {
         kernel: Option<(&KernelFiles, Verbosity)>,
     ) -> Result<Started> {
         let Place { directory, uid, tap } = place;
+        fault::point!("create.sockets_making", Error::host("listen for qemu"));
         let qmp = sockets::listen(&directory, QMP_SOCKET)?;
         let guest = sockets::listen(&directory, GUEST_SOCKET)?;
         let kvm = match spec.accelerator {
@@ -254,6 +255,7 @@ impl Hypervisor {
             })
         });
         let process = process.await.map_err(|_| Error::Lost)??;
+        fault::point!("create.process_started", Error::host("reach qemu"));
         Started::connect(process, directory).await
     }
 }
@@ -338,7 +340,9 @@ impl Prepared {
                 "a disk of {length} bytes cannot take the place of {base_bytes} as one of {bytes}"
             )));
         }
+        fault::point!("create.disk_putting", Error::host("put a disk into its slot"));
         disks::put_root(qmp, file, durability).await?;
+        fault::point!("create.state_loading", Error::host("load a state"));
         let set = qmp.add_descriptor(state.into()).await?;
         let begun = Instant::now();
         qmp.run("migrate-incoming", json!({ "uri": format!("file:{}", set.path()) })).await?;
@@ -349,6 +353,7 @@ impl Prepared {
             }
             tokio::time::sleep(LOAD_POLL).await;
         }
+        fault::point!("create.state_loaded", Error::host("load a state"));
         qmp.remove_descriptor(set).await?;
         disks::lock_all(qmp).await?;
         for (slot, volume) in volumes {

@@ -191,6 +191,7 @@ impl Process {
         let identity = identity(self.pid).map_err(Error::host("read the identity of qemu"))?;
         std::fs::write(&draft, format!("{} {identity}\n", self.pid))
             .map_err(Error::file("write", &draft))?;
+        fault::point!("create.mark_renaming", Error::file("write", &path));
         std::fs::rename(&draft, &path).map_err(Error::file("write", path))
     }
 

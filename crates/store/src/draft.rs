@@ -101,7 +101,10 @@ impl Drop for Draft {
 pub(crate) fn discard(path: &Path, temporary: &Path) -> Result<()> {
     let draft = Draft::create(temporary, "discarded")?;
     match fs::rename(path, draft.path().join("content")) {
-        Ok(()) => sync_directory(path.parent().unwrap_or(Path::new("/"))),
+        Ok(()) => {
+            fault::point!("delete.disk_renamed");
+            sync_directory(path.parent().unwrap_or(Path::new("/")))
+        }
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) => Err(Error::io("remove", path)(error)),
     }

@@ -33,7 +33,9 @@ impl SandboxFiles {
     /// Makes the directory; an error when the sandbox has one.
     pub fn create(layout: &Layout, id: &SandboxId) -> Result<Self> {
         let files = Self::of(layout, id);
+        fault::point!("create.directory_making", Error::io("create", &files.directory));
         fs::create_dir(&files.directory).map_err(Error::io("create", &files.directory))?;
+        fault::point!("create.directory_made", Error::io("set the mode of", &files.directory));
         // The machine's process gets its disk as a descriptor.
         fs::set_permissions(&files.directory, fs::Permissions::from_mode(0o700))
             .map_err(Error::io("set the mode of", &files.directory))?;
@@ -53,10 +55,12 @@ impl SandboxFiles {
     pub fn clone_rootfs(&self, source: &Path, bytes: u64) -> Result<File> {
         let path = self.rootfs();
         clone_file(source, &path)?;
+        fault::point!("create.disk_cloned", Error::io("set the mode of", &path));
         fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
             .map_err(Error::io("set the mode of", &path))?;
         let open = File::options().read(true).write(true).open(&path);
         let file = open.map_err(Error::io("open", &path))?;
+        fault::point!("create.disk_growing", Error::io("set the size of", &path));
         file.set_len(bytes).map_err(Error::io("set the size of", &path))?;
         Ok(file)
     }
@@ -145,6 +149,7 @@ fn needs_clone(error: &io::Error) -> bool {
 
 /// In any state, also twice.
 pub fn remove(layout: &Layout, id: &SandboxId) -> Result<()> {
+    fault::point!("delete.disk_removing", Error::io("remove", layout.sandbox(id)));
     draft::discard(&layout.sandbox(id), &layout.data_temporary())
 }
 

@@ -9,13 +9,14 @@ use cargo_metadata::{DependencyKind, Metadata, MetadataCommand};
 const ARROWS: &[(&str, &[&str])] = &[
     ("agent", &["protocol"]),
     ("api", &[]),
-    ("atoll", &["api", "client", "server"]),
+    ("atoll", &["api", "client", "fault", "server"]),
     ("bench-guest", &[]),
     ("client", &["api"]),
-    ("machine", &["protocol"]),
+    ("fault", &[]),
+    ("machine", &["fault", "protocol"]),
     ("protocol", &[]),
-    ("server", &["api", "machine", "store"]),
-    ("store", &["api"]),
+    ("server", &["api", "fault", "machine", "store"]),
+    ("store", &["api", "fault"]),
     ("tests", &["api", "client"]),
     ("xtask", &[]),
 ];

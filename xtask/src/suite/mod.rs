@@ -50,6 +50,9 @@ pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
     })?;
     remove_disks_of_machines()?;
     suite.step("fuzz targets", |root| fuzz::hunt_all(root, FUZZ))?;
+    suite.step("build with failpoints", |root| {
+        build::failpoints_program(root).map(|_| Tally::PASSED)
+    })?;
     suite.with_program(|suite, program| {
         suite.step("end-to-end tests", |root| {
             let mut arguments = end_to_end(root)?;

@@ -159,6 +159,11 @@ impl Networks {
     }
 
     async fn build(&self, slot: Slot) -> Result<Namespace, Error> {
+        fault::point!("create.network_making", |source| Error::kernel(
+            "make the namespace",
+            slot.namespace(),
+            source
+        ));
         let (netns, (tap, nft)) = namespace::create(slot, || {
             settings_inside()?;
             Ok((namespace::make_tap()?, command::start(Program::Nft)?))
@@ -170,10 +175,17 @@ impl Networks {
         let rules = rules::namespace_tables(&self.policy, &policy);
         let outside = outside(slot);
         tokio::try_join!(nft.finish(&rules), command::run(Program::Ip, &outside))?;
+        fault::point!("create.network_linked", |source| Error::kernel(
+            "bring up",
+            slot.namespace(),
+            source
+        ));
         settings_outside(slot)?;
         let ip = namespace::visit(&netns, || command::start(Program::Ip)).await?;
         ip.finish(&inside(slot)).await?;
-        self.namespace(slot, netns, Some(tap), &policy).await
+        let namespace = self.namespace(slot, netns, Some(tap), &policy).await?;
+        fault::point!("create.network_made");
+        Ok(namespace)
     }
 
     /// Takes over the network of `slot` from a server that ended while the machine went on. Its rules are
@@ -318,6 +330,7 @@ async fn erase(slots: &[Slot]) -> Result<(), Error> {
     for slot in slots {
         namespace::forget(*slot)?;
     }
+    fault::point!("delete.namespace_forgotten");
     if links.is_empty() {
         return Ok(());
     }

@@ -99,6 +99,7 @@ impl Db {
 
     /// Idempotent.
     pub(crate) async fn delete_sandbox(&self, id: &SandboxId) -> Result<(), Error> {
+        fault::point!("delete.row_deleting", Error::internal);
         sqlx::query("DELETE FROM sandboxes WHERE id = $1")
             .bind(id.to_string())
             .execute(self.pool())

@@ -196,7 +196,9 @@ impl Sandboxes {
             network,
             past_traffic: Traffic::default(),
         };
+        fault::point!("create.row_inserting", Error::internal);
         self.db.insert_sandbox(&row).await?;
+        fault::point!("create.row_inserted");
         let entry = Arc::new(Entry::new(row));
         self.registry.insert(&entry);
         let started = entry.watch_start();
@@ -207,6 +209,7 @@ impl Sandboxes {
         if entry.look(|row| row.target) == Target::Deleted {
             return Err(Error::conflict("the sandbox was deleted while it was being created"));
         }
+        fault::point!("create.answering");
         Ok(entry.shown(&self.accelerator_name(), &self.clock))
     }
 }

@@ -30,6 +30,8 @@ use crate::Error;
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(15);
 /// Before a change that the database refused is tried again.
 const DATABASE_PAUSE: Duration = Duration::from_secs(1);
+const REMOVAL_TRIES: usize = 5;
+const REMOVAL_PAUSE: Duration = Duration::from_millis(500);
 
 /// Every guest has the same address; the host tells them apart by the namespace.
 const GUEST_NETWORK: Network =
@@ -129,7 +131,9 @@ impl Sandboxes {
     }
 
     async fn start(&self, entry: &Entry, order: &StartOrder) -> Result<(), Error> {
+        fault::point!("create.process_taking", Error::internal);
         let ready = self.pool.take(&order.baked).await?;
+        fault::point!("create.process_taken");
         let Ready { site, prepared } = ready;
         let disk_bytes = entry.look(|row| row.disk_mb) << 20;
         let _no_other_change = entry.network_changes.lock().await;
@@ -149,7 +153,10 @@ impl Sandboxes {
                         .ttl_seconds
                         .map(|ttl| now.saturating_add_unsigned(ttl.saturating_mul(1000)));
                 });
-                self.db.update_sandbox(&entry.row()).await
+                fault::point!("create.running_writing", Error::internal);
+                self.db.update_sandbox(&entry.row()).await?;
+                fault::point!("create.running_written");
+                Ok(())
             }
             Err(error) => {
                 site.remove().await;
@@ -187,10 +194,14 @@ impl Sandboxes {
         };
         // Both before the guest's first step.
         let (machine, ()) = tokio::try_join!(load, walls)?;
+        fault::point!("create.resuming", Error::internal);
         machine.resume().await.map_err(Error::internal)?;
+        fault::point!("create.guest_connecting", Error::internal);
         let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(Error::internal)?;
         let repair = self.repair(entry, disk_bytes > baked.disk_bytes);
+        fault::point!("create.repairing", Error::internal);
         guest.call(Request::Repair(repair), ANSWER_DEADLINE).await.map_err(Error::internal)?;
+        fault::point!("create.repaired");
         Ok((machine, guest))
     }
 
@@ -242,16 +253,20 @@ impl Sandboxes {
         }
     }
 
-    /// Of the sandbox, not of its machine: the root disk.
+    /// Of the sandbox, not of its machine: the root disk. What cannot be removed is left to the next start.
     async fn remove_files(&self, entry: &Entry) {
         let (layout, id) = (self.sites.layout.clone(), entry.look(|row| row.id));
-        match tokio::task::spawn_blocking(move || sandbox_files::remove(&layout, &id)).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                tracing::error!(sandbox = %id, %error, "failed to remove a sandbox's files")
-            }
-            Err(error) => {
-                tracing::error!(sandbox = %id, %error, "failed to remove a sandbox's files")
+        for tries_left in (0..REMOVAL_TRIES).rev() {
+            let layout = layout.clone();
+            let removal = move || sandbox_files::remove(&layout, &id);
+            let error = match tokio::task::spawn_blocking(removal).await {
+                Ok(Ok(())) => return,
+                Ok(Err(error)) => Error::from_store(error),
+                Err(error) => Error::internal(error),
+            };
+            tracing::error!(sandbox = %id, cause = error.causes(), tries_left, "failed to remove a sandbox's files");
+            if tries_left > 0 {
+                tokio::time::sleep(REMOVAL_PAUSE).await;
             }
         }
     }
@@ -260,10 +275,13 @@ impl Sandboxes {
         let id = entry.look(|row| row.id);
         let gone = self.past_traffic.take_inside(entry);
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
+            fault::point!("delete.machine_ending");
             site.end_machine().await;
+            fault::point!("delete.machine_ended");
             self.tasks.spawn(site.remove_network());
         }
         self.remove_files(entry).await;
+        fault::point!("delete.disk_removed");
         self.admission.look_again();
         while let Err(error) = self.db.delete_sandbox(&id).await {
             tracing::error!(sandbox = %id, cause = error.causes(), "failed to delete a sandbox's row");
@@ -272,6 +290,7 @@ impl Sandboxes {
                 () = self.closed.cancelled() => return,
             }
         }
+        fault::point!("delete.row_deleted");
         self.registry.remove(&id);
         entry.logs.close();
         entry.removed.send_replace(true);

@@ -64,7 +64,9 @@ impl Running {
         let timeout = timeout_of(&request)?;
         let start = exec_start(&request, timeout, &self.environment)?;
         let id = start.id.clone();
+        fault::point!("exec.starting", Error::internal);
         let stream = Arc::new(self.guest.open(Request::ExecStart(start))?);
+        fault::point!("exec.sent");
         if let Some(stdin) = request.stdin {
             tokio::spawn(feed(Arc::clone(&stream), Bytes::from(stdin)));
         }
@@ -100,7 +102,10 @@ impl ExecWatch {
     async fn started(&mut self) -> Result<(), Error> {
         let Some(watched) = &mut self.watched else { return Err(machine::Error::Lost.into()) };
         match watched.stream.next().await.transpose() {
-            Ok(Some(Event::Reply(Reply::ExecStarted { .. }))) => Ok(()),
+            Ok(Some(Event::Reply(Reply::ExecStarted { .. }))) => {
+                fault::point!("exec.started", Error::internal);
+                Ok(())
+            }
             Ok(Some(_)) => {
                 Err(machine::Error::Misbehaved("a command did not begin with its start").into())
             }
@@ -155,7 +160,10 @@ impl Watched {
                 self.log.write(Output::Stderr, &bytes);
                 Ok(ExecEvent::Stderr(bytes))
             }
-            Some(Event::Reply(Reply::ExecEnded(status))) => Ok(ExecEvent::Ended(status)),
+            Some(Event::Reply(Reply::ExecEnded(status))) => {
+                fault::point!("exec.ended");
+                Ok(ExecEvent::Ended(status))
+            }
             Some(Event::Data(Channel::Content, _) | Event::Reply(_)) => {
                 Err(machine::Error::Misbehaved("a command's stream held something else").into())
             }
@@ -181,6 +189,7 @@ impl Watched {
 
     /// Everything was delivered: the guest need not keep it.
     fn forget(self) {
+        fault::point!("exec.forgetting");
         self.guest.forget_exec(self.id);
     }
 }

@@ -119,7 +119,9 @@ impl Running {
         limit: u64,
         content: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
     ) -> Result<Written, Error> {
+        fault::point!("write.opening", Error::internal);
         let stream = self.guest.open(Request::FileWrite(request))?;
+        fault::point!("write.opened");
         let mut bytes = 0;
         loop {
             let piece =
@@ -138,11 +140,17 @@ impl Running {
                 // The guest has given up; its reason is waiting.
                 break;
             }
+            fault::point!("write.piece_sent", Error::internal);
         }
+        fault::point!("write.finishing", Error::internal);
         // Fails where the guest has given up.
         let _ = stream.finish().await;
+        fault::point!("write.finished");
         match next(&stream).await? {
-            Some(Event::Reply(Reply::Written { bytes, etag })) => Ok(Written { bytes, etag }),
+            Some(Event::Reply(Reply::Written { bytes, etag })) => {
+                fault::point!("write.answering");
+                Ok(Written { bytes, etag })
+            }
             Some(Event::Reply(_) | Event::Data(..) | Event::Finished) => {
                 Err(machine::Error::Misbehaved("a write ended with something else").into())
             }

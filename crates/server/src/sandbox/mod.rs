@@ -185,7 +185,10 @@ impl Sandboxes {
         self.set_deleted(&entry).await?;
         let mut removed = entry.removed.subscribe();
         match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
-            Ok(Ok(_)) => Ok(()),
+            Ok(Ok(_)) => {
+                fault::point!("delete.answering");
+                Ok(())
+            }
             Ok(Err(_)) => Err(Error::internal("the sandbox's driver ended")),
             Err(_) => Err(Error::busy("the sandbox is being deleted and will be gone shortly", 5)),
         }
@@ -196,7 +199,9 @@ impl Sandboxes {
         if entry.look(|row| row.target) != Target::Deleted {
             entry.change(|row| row.target = Target::Deleted);
             entry.target_changed.notify_one();
+            fault::point!("delete.target_writing", Error::internal);
             self.db.update_sandbox(&entry.row()).await?;
+            fault::point!("delete.target_written");
         }
         Ok(())
     }

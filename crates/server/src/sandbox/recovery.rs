@@ -61,6 +61,7 @@ impl Sandboxes {
     /// # Errors
     /// The database cannot be read, or the directories cannot.
     pub(crate) async fn recover(self: &Arc<Self>) -> Result<(), Error> {
+        fault::point!("sweep.rows_reading", Error::internal);
         let rows = self.db.all_sandboxes().await?;
         let ids: Vec<_> = rows.iter().map(|row| row.id).collect();
         self.refuse_a_foreign_database(&ids).await?;
@@ -79,9 +80,12 @@ impl Sandboxes {
             self.tasks.spawn(Arc::clone(self).drive(entry, None));
         }
         self.sites.remove_leftovers(&kept).await?;
+        fault::point!("sweep.disks_removing", Error::internal);
         store::sandbox_files::remove_all_but(&self.sites.layout, &ids).map_err(Error::internal)?;
+        fault::point!("sweep.drafts_removing", Error::internal);
         store::sweep::temporary(&self.sites.layout, store::sweep::Mode::Remove)
             .map_err(Error::internal)?;
+        fault::point!("sweep.swept");
         self.tasks.spawn(Arc::clone(self).delete_expired());
         self.tasks.spawn(Arc::clone(&self.pool).keep_filled());
         self.tasks.spawn(Arc::clone(self).watch_room());
@@ -111,6 +115,7 @@ impl Sandboxes {
         else {
             return None;
         };
+        fault::point!("sweep.machine_adopting");
         match self.adopt(slot, &row.network).await {
             Ok(inside) => {
                 tracing::info!(sandbox = %row.id, "found running");
@@ -118,6 +123,7 @@ impl Sandboxes {
                     tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "commands of before are not in the log");
                 }
                 *locked(&entry.inside) = Some(Arc::new(inside));
+                fault::point!("sweep.machine_adopted");
                 Some(slot)
             }
             Err(error) => {

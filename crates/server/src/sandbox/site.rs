@@ -80,9 +80,17 @@ impl Sites {
         let slot = self.slots.take().ok_or_else(|| {
             Error::busy("the host runs as many machines as it can; delete some", 5)
         })?;
+        fault::point!("create.site_making", Error::internal);
         store::machine_files::create(&self.layout, slot.number).map_err(Error::from_store)?;
-        let namespace = self.networks.prepare(slot.number).await.map_err(Error::internal)?;
-        Ok(self.site(slot, namespace))
+        match self.networks.prepare(slot.number).await {
+            Ok(namespace) => Ok(self.site(slot, namespace)),
+            Err(error) => {
+                if let Err(leftover) = store::machine_files::remove(&self.layout, slot.number) {
+                    tracing::error!(slot = slot.number, error = %leftover, "failed to remove a machine's files");
+                }
+                Err(Error::internal(error))
+            }
+        }
     }
 
     /// The site that a running machine has had since before this server started.
@@ -108,16 +116,19 @@ impl Sites {
         for slot in (0..SLOTS).filter(|slot| !kept.contains(slot)) {
             if store::machine_files::exists(&self.layout, slot) {
                 tracing::info!(slot, "removing a leftover machine");
+                fault::point!("sweep.machine_removing", Error::internal);
                 kill_all_of(self.uid(slot)).await.map_err(Error::internal)?;
                 store::machine_files::remove(&self.layout, slot).map_err(Error::internal)?;
             }
         }
+        fault::point!("sweep.groups_removing", Error::internal);
         let uids = self.uid(0)..=self.uid(SLOTS - 1);
         let kept_uids: BTreeSet<u32> = kept.iter().map(|slot| self.uid(*slot)).collect();
         let swept = tokio::task::spawn_blocking(move || {
             machine::remove_groups(&uids, |uid| kept_uids.contains(&uid))
         });
         swept.await.map_err(Error::internal)?.map_err(Error::internal)?;
+        fault::point!("sweep.networks_removing", Error::internal);
         self.networks.sweep(kept).await.map_err(Error::internal)?;
         Ok(())
     }
@@ -167,9 +178,11 @@ impl Site {
     /// The slow half: nobody needs to wait for it.
     pub(crate) async fn remove_network(self) {
         let Self { slot, namespace, layout: _, uid: _ } = self;
+        fault::point!("delete.network_removing");
         if let Err(error) = namespace.remove().await {
             tracing::error!(slot = slot.number, %error, "failed to remove a network namespace");
         }
+        fault::point!("delete.network_removed");
     }
 }
 

@@ -1,0 +1,381 @@
+//! The server fails or dies at every step of an operation, and then nothing is lost, nothing happened twice, nothing is
+//! left.
+//!
+//! The points are read from the sources: those named `create.…` are tried by the claims about creates, and so on. One
+//! that its operation does not come by fails the claim.
+#![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::process::ExitStatusExt,
+    path::{Path, PathBuf},
+    process::ExitStatus,
+    time::Duration,
+};
+
+use api::{SandboxId, SandboxStatus};
+use client::{SandboxFilter, WriteOptions};
+use rustix::process::Signal;
+use tests::{
+    End, Footprint, Host, Options, Server, command, failpoints_program, patterned, small, suite,
+    until,
+};
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    net::UnixStream,
+    process::Command,
+};
+
+suite! {
+    every_point_belongs_to_an_operation,
+    a_create_that_is_killed_anywhere_leaves_nothing,
+    a_create_that_fails_anywhere_leaves_nothing,
+    a_command_runs_at_most_once_whatever_is_killed_or_fails,
+    a_write_is_whole_or_not_at_all_whatever_is_killed_or_fails,
+    a_delete_comes_to_its_end_whatever_is_killed_or_fails,
+    a_start_comes_to_its_end_whatever_was_killed_or_failed;
+    soak:
+}
+
+const OPERATIONS: [&str; 5] = ["create", "exec", "write", "delete", "sweep"];
+const SETTLED: Duration = Duration::from_secs(60);
+/// A slot that no machine of these tests gets.
+const FAR_SLOT: u32 = 900;
+/// As `server::sandbox::site` deals them out.
+const UIDS_FROM: u32 = 1_900_000_000;
+
+/// A place in the sources at which the program under test can be killed, and perhaps fail.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+struct Point {
+    name: String,
+    may_fail: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Kill,
+    Error,
+}
+
+impl Fault {
+    /// Once, so that what follows is undisturbed.
+    fn action(self) -> &'static str {
+        match self {
+            Self::Kill => "1*return(kill)",
+            Self::Error => "1*return(error)",
+        }
+    }
+}
+
+fn all_points() -> BTreeSet<Point> {
+    let mut points = BTreeSet::new();
+    gather(&Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates"), &mut points);
+    points
+}
+
+fn gather(directory: &Path, points: &mut BTreeSet<Point>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            gather(&path, points);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = fs::read_to_string(&path).unwrap();
+            for call in text.split("fault::point!(").skip(1) {
+                let (name, rest) =
+                    call.trim_start().trim_start_matches('"').split_once('"').unwrap();
+                let may_fail = rest.trim_start().starts_with(',');
+                points.insert(Point { name: name.to_owned(), may_fail });
+            }
+        }
+    }
+}
+
+/// Each with what can befall it.
+fn faults_of(operation: &str) -> Vec<(String, Fault)> {
+    let prefix = format!("{operation}.");
+    let points = all_points().into_iter().filter(|point| point.name.starts_with(&prefix));
+    let faults: Vec<_> = points
+        .flat_map(|Point { name, may_fail }| {
+            let error = may_fail.then(|| (name.clone(), Fault::Error));
+            [(name, Fault::Kill)].into_iter().chain(error)
+        })
+        .collect();
+    assert!(!faults.is_empty());
+    faults
+}
+
+async fn every_point_belongs_to_an_operation(_: Host) {
+    let mut names = BTreeSet::new();
+    for point in all_points() {
+        let operation = point.name.split_once('.').unwrap().0;
+        assert!(OPERATIONS.contains(&operation), "no claim tries {point:?}");
+        assert!(names.insert(point.name.clone()), "{point:?} can fail in one place only");
+    }
+}
+
+/// A server that does as it is told, with a sandbox that must come to no harm.
+struct Victim {
+    server: Server,
+    control: PathBuf,
+    witness: SandboxId,
+    _directory: tempfile::TempDir,
+}
+
+impl Victim {
+    async fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let control = directory.path().join("failpoints");
+        let options = Options {
+            program: Some(failpoints_program()),
+            // Each create comes by everything.
+            arguments: ["--ready-machines", "0"].map(str::to_owned).to_vec(),
+            environment: vec![("ATOLL_FAILPOINTS", control.display().to_string())],
+            ..Options::default()
+        };
+        let server = Server::start_with(options).await;
+        let witness = server.create(&small()).await.id;
+        let client = server.client();
+        client
+            .write_file(&witness, "/srv/kept", patterned(100_000), &WriteOptions::default())
+            .await
+            .unwrap();
+        // A command that goes on, whoever listens.
+        let ticking = "while :; do date +%s%N > /srv/tick; sleep 0.5; done";
+        drop(client.exec_stream(&witness, &command(ticking)).await.unwrap());
+        until("it ticks", SETTLED, async || client.stat_file(&witness, "/srv/tick").await.ok())
+            .await;
+        Self { server, control, witness, _directory: directory }
+    }
+
+    async fn arm(&self, point: &str, fault: Fault) {
+        let mut connection = UnixStream::connect(&self.control).await.unwrap();
+        let line = format!("{point}={}\n", fault.action());
+        connection.write_all(line.as_bytes()).await.unwrap();
+        let mut told = String::new();
+        BufReader::new(connection).read_line(&mut told).await.unwrap();
+        assert_eq!(told, "done\n", "{point}");
+    }
+
+    /// After an operation at one of whose points something was to happen; a server that was killed is up again.
+    async fn is_over(&mut self, point: &str, fault: Fault) {
+        if fault == Fault::Kill {
+            let ended = self.server.ended().await;
+            assert!(is_killed(ended), "{point}: {ended}");
+            self.server.start_again().await;
+        }
+        let reached = format!("point=\"{point}\"");
+        until(point, SETTLED, async || self.server.log().contains(&reached).then_some(())).await;
+    }
+
+    /// All that are listed run, nothing else is on the host, and the witness has noticed nothing.
+    async fn is_sound(&self, after: &str) {
+        let client = self.server.client();
+        until(after, SETTLED, async || {
+            let listed = client.sandboxes(&SandboxFilter::default()).await.unwrap();
+            let settled = listed.iter().all(|sandbox| sandbox.status == SandboxStatus::Running);
+            let ids: BTreeSet<_> =
+                listed.iter().map(|sandbox| format!("sandboxes/{}", sandbox.id)).collect();
+            let now = Footprint::of(self.server.data());
+            let of = |kind: &str| -> BTreeSet<_> {
+                now.files.iter().filter(|file| file.starts_with(kind)).cloned().collect()
+            };
+            let is_exact = of("sandboxes/") == ids
+                && of("temporary/").is_empty()
+                && [of("machines/").len(), now.processes.len(), now.namespaces.len()]
+                    .iter()
+                    .chain([&now.links.len()])
+                    .all(|count| *count == ids.len());
+            (settled && is_exact).then_some(())
+        })
+        .await;
+        let shown = client.sandbox(&self.witness).await.unwrap();
+        assert_eq!(shown.status, SandboxStatus::Running, "{after}");
+        let kept = client.read_file(&self.witness, "/srv/kept").await.unwrap();
+        assert!(kept.bytes().await.unwrap() == patterned(100_000), "{after}");
+        let tick = async || {
+            let content = client.read_file(&self.witness, "/srv/tick").await.unwrap();
+            content.bytes().await.unwrap()
+        };
+        let before = tick().await;
+        until(after, SETTLED, async || (tick().await != before).then_some(())).await;
+    }
+
+    /// All but the witness, which must work first.
+    async fn delete_others(&self, after: &str) {
+        let client = self.server.client();
+        for sandbox in client.sandboxes(&SandboxFilter::default()).await.unwrap() {
+            if sandbox.id != self.witness {
+                let said = client.exec(&sandbox.id, &command("echo works")).await.unwrap();
+                assert_eq!(said.stdout, "works\n", "{after}");
+                client.delete_sandbox(&sandbox.id).await.unwrap();
+            }
+        }
+    }
+
+    fn instance(&self) -> u32 {
+        let text = fs::read_to_string(self.server.data().join("instance")).unwrap();
+        text.trim().parse().unwrap()
+    }
+}
+
+fn is_killed(status: ExitStatus) -> bool {
+    status.signal() == Some(Signal::KILL.as_raw())
+}
+
+async fn creates_with(host: Host, fault: Fault) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    for (point, _) in faults_of("create").into_iter().filter(|(_, of)| *of == fault) {
+        victim.arm(&point, fault).await;
+        let created = victim.server.client().create_sandbox(&small()).await;
+        assert!(created.is_err(), "{point}: {created:?}");
+        if fault == Fault::Error {
+            let status = created.unwrap_err().status();
+            assert!(status.is_some_and(|status| status >= 500), "{point}: {status:?}");
+        }
+        victim.is_over(&point, fault).await;
+        // What had come so far that it runs may as well be listed; what failed may not.
+        victim.is_sound(&point).await;
+        if fault == Fault::Error {
+            let listed = victim.server.client().sandboxes(&SandboxFilter::default()).await.unwrap();
+            assert_eq!(listed.len(), 1, "{point}: {listed:?}");
+        }
+        victim.delete_others(&point).await;
+    }
+    let fresh = victim.server.create(&small()).await;
+    let said = victim.server.client().exec(&fresh.id, &command("echo works")).await.unwrap();
+    assert_eq!(said.stdout, "works\n");
+    host.end(victim.server).await;
+}
+
+async fn a_create_that_is_killed_anywhere_leaves_nothing(host: Host) {
+    creates_with(host, Fault::Kill).await;
+}
+
+async fn a_create_that_fails_anywhere_leaves_nothing(host: Host) {
+    creates_with(host, Fault::Error).await;
+}
+
+async fn a_command_runs_at_most_once_whatever_is_killed_or_fails(host: Host) {
+    let _room = host.room(1).await;
+    let mut victim = Victim::start().await;
+    for (number, (point, fault)) in faults_of("exec").into_iter().enumerate() {
+        victim.arm(&point, fault).await;
+        let ran = format!("/srv/ran-{number}");
+        let request = command(format!("echo ran >> {ran}"));
+        let done = victim.server.client().exec(&victim.witness, &request).await;
+        assert!(done.is_err() || fault == Fault::Error, "{point}: {done:?}");
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        let count = async || {
+            let counting = command(format!("cat {ran} 2>/dev/null | wc -l"));
+            let counted = client.exec(&victim.witness, &counting).await.unwrap();
+            counted.stdout.trim().parse::<usize>().unwrap()
+        };
+        if ["exec.started", "exec.ended", "exec.forgetting"].contains(&&*point) {
+            until(&point, SETTLED, async || (count().await > 0).then_some(())).await;
+        }
+        let times = count().await;
+        assert!(times <= 1, "{point}: the command ran {times} times");
+        assert!(point != "exec.starting" || times == 0, "{point}: it was never sent");
+        victim.is_sound(&point).await;
+    }
+    host.end(victim.server).await;
+}
+
+async fn a_write_is_whole_or_not_at_all_whatever_is_killed_or_fails(host: Host) {
+    const PATH: &str = "/srv/written/file";
+    let _room = host.room(1).await;
+    let mut victim = Victim::start().await;
+    let mut old = b"the first".to_vec();
+    let client = victim.server.client();
+    client.write_file(&victim.witness, PATH, old.clone(), &WriteOptions::default()).await.unwrap();
+    for (number, (point, fault)) in faults_of("write").into_iter().enumerate() {
+        victim.arm(&point, fault).await;
+        let new = patterned(700_000 + number);
+        let options = WriteOptions::default();
+        let client = victim.server.client();
+        let written = client.write_file(&victim.witness, PATH, new.clone(), &options).await;
+        assert!(written.is_err(), "{point}: {written:?}");
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        // The guest has put away what it was left with.
+        until(&point, SETTLED, async || {
+            let listed = client.list_directory(&victim.witness, "/srv/written").await.unwrap();
+            (listed.entries.len() == 1).then_some(())
+        })
+        .await;
+        let content = client.read_file(&victim.witness, PATH).await.unwrap();
+        let content = content.bytes().await.unwrap();
+        assert!(content == old || content == new, "{point}: {} bytes", content.len());
+        if fault == Fault::Error {
+            assert!(content == old, "{point}: a write that failed has changed the file");
+        }
+        assert!(point != "write.answering" || content == new, "{point}: the guest had it all");
+        old = content.to_vec();
+        victim.is_sound(&point).await;
+    }
+    host.end(victim.server).await;
+}
+
+async fn a_delete_comes_to_its_end_whatever_is_killed_or_fails(host: Host) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    for (point, fault) in faults_of("delete") {
+        let doomed = victim.server.create(&small()).await.id;
+        victim.arm(&point, fault).await;
+        // Told or not: its network goes behind the answer.
+        let deleted = victim.server.client().delete_sandbox(&doomed).await;
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        if deleted.is_ok() {
+            assert_eq!(client.sandbox(&doomed).await.unwrap_err().status(), Some(404), "{point}");
+        }
+        until(&point, SETTLED, async || match client.delete_sandbox(&doomed).await {
+            Err(error) if error.status() == Some(404) => Some(()),
+            Ok(()) | Err(_) => None,
+        })
+        .await;
+        victim.is_sound(&point).await;
+    }
+    host.end(victim.server).await;
+}
+
+/// What a server could have left, and no row names.
+async fn make_a_mess(victim: &Victim) -> tokio::process::Child {
+    let data = victim.server.data();
+    for directory in [
+        format!("sandboxes/{}", SandboxId::random()),
+        format!("machines/{FAR_SLOT}"),
+        "temporary/discarded-1-0/content".to_owned(),
+    ] {
+        fs::create_dir_all(data.join(&directory)).unwrap();
+        fs::write(data.join(&directory).join("rootfs"), b"left").unwrap();
+    }
+    let namespace = format!("atoll-{}-{FAR_SLOT}", victim.instance());
+    let made = Command::new("ip").args(["netns", "add", &namespace]).status().await.unwrap();
+    assert!(made.success());
+    let uid = UIDS_FROM + victim.instance() * 1024 + FAR_SLOT;
+    Command::new("sleep").arg("600").uid(uid).kill_on_drop(true).spawn().unwrap()
+}
+
+async fn a_start_comes_to_its_end_whatever_was_killed_or_failed(host: Host) {
+    let _room = host.room(1).await;
+    let mut victim = Victim::start().await;
+    for (point, fault) in faults_of("sweep") {
+        victim.server.stop(End::Killed).await;
+        let mut process = make_a_mess(&victim).await;
+        let told = format!("{point}={}", fault.action());
+        let ended = victim.server.start_to_its_end(&[("FAILPOINTS", &told)]).await;
+        match fault {
+            Fault::Kill => assert!(is_killed(ended), "{point}: {ended}"),
+            Fault::Error => assert!(ended.code().is_some_and(|code| code != 0), "{point}: {ended}"),
+        }
+        victim.server.start_again().await;
+        let swept = tokio::time::timeout(SETTLED, process.wait()).await;
+        assert!(is_killed(swept.expect("what is left over is ended").unwrap()));
+        victim.is_sound(&point).await;
+    }
+    host.end(victim.server).await;
+}
