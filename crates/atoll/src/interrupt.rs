@@ -3,7 +3,10 @@
 use std::future::Future;
 
 use anyhow::Context;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+};
 
 use crate::failure::Failure;
 
@@ -17,6 +20,33 @@ pub(crate) fn requested() -> anyhow::Result<impl Future<Output = ()> + Send + 's
             _ = terminate.recv() => {}
         }
     })
+}
+
+/// Two futures: the first request to end, and the second, of someone who does not want to wait for what the first began.
+pub(crate) fn requested_twice() -> anyhow::Result<(
+    impl Future<Output = ()> + Send + 'static,
+    impl Future<Output = ()> + Send + 'static,
+)> {
+    let mut interrupt = signal(SignalKind::interrupt()).context("listen for interrupts")?;
+    let mut terminate = signal(SignalKind::terminate()).context("listen for SIGTERM")?;
+    let (count, counted) = watch::channel(0);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+            count.send_modify(|count| *count += 1);
+        }
+    });
+    let reached = |least: u32| {
+        let mut counted = counted.clone();
+        async move {
+            // The sender lives as long as the runtime.
+            let _ = counted.wait_for(|count| *count >= least).await;
+        }
+    };
+    Ok((reached(1), reached(2)))
 }
 
 /// For work that has something to clean up after it.

@@ -9,6 +9,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::{
+    failure::Failure,
     interrupt,
     logging::{self, LogFormat},
     output::{Output, remark},
@@ -20,7 +21,8 @@ use crate::{
 /// Prints where it listens as lines for a shell, and the first time a key as well: it is shown that once. Logs go to
 /// standard error; ATOLL_LOG sets their level.
 ///
-/// An interrupt or SIGTERM ends the server. Sandboxes go on and are found again by the next one.
+/// An interrupt or SIGTERM ends the server, a second one without waiting for anything. Sandboxes go on and are found
+/// again by the next one.
 #[derive(Args)]
 #[command(after_help = "\
 Examples:
@@ -53,7 +55,15 @@ impl Serve {
                 remark(format_args!("warning: nobody reads where the server listens: {error}"));
             }
         };
-        Ok(server::run(config, ready, interrupt::requested()?).await?)
+        let (first, second) = interrupt::requested_twice()?;
+        tokio::select! {
+            ended = server::run(config, ready, first) => Ok(ended?),
+            () = second => {
+                Err(Failure::new("ended at the second request, without waiting for what was under way")
+                    .hint("the next start removes what is left over")
+                    .into())
+            }
+        }
     }
 }
 

@@ -16,7 +16,7 @@ use http::{
 };
 use serde_json::{Map, Value};
 
-use super::held::with;
+use super::{held::with, stopping::Stopping};
 use crate::{App, Error, buffers::Held};
 
 /// Characters.
@@ -59,7 +59,17 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
     let route = request.extensions().get::<MatchedPath>().cloned();
     let route = route.as_ref().map_or("unknown", MatchedPath::as_str);
     let under_way = UnderWay::begin(&app);
-    let mut response = match AssertUnwindSafe(next.run(request)).catch_unwind().await {
+    let stopping = request.extensions().get::<Stopping>().cloned();
+    let answer = async {
+        match &stopping {
+            Some(stopping) => {
+                let answered = stopping.answer(next.run(request)).await;
+                answered.unwrap_or_else(IntoResponse::into_response)
+            }
+            None => next.run(request).await,
+        }
+    };
+    let mut response = match AssertUnwindSafe(answer).catch_unwind().await {
         Ok(response) => response,
         Err(panic) => {
             Error::internal(format!("a handler panicked: {}", panic_text(&*panic))).into_response()
@@ -73,6 +83,9 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
         response.headers_mut().remove(CONTENT_LENGTH);
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
         *response.body_mut() = Body::from(body);
+    }
+    if let Some(stopping) = stopping {
+        response = stopping.bound(response);
     }
     if let Some(held) = response.extensions_mut().remove::<Arc<Held>>() {
         response = response.map(|body| with(body, held));

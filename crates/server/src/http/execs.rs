@@ -18,6 +18,7 @@ use super::{
     body::{Id, Kept, ok},
     edge::Refusal,
     sse::{self, Characters},
+    stopping::Lasting,
 };
 use crate::{
     App, Error,
@@ -121,7 +122,8 @@ fn kept_alive(
     });
     let first = futures::stream::iter([Ok(Bytes::from_static(b" "))]);
     let headers = [(CONTENT_TYPE, HeaderValue::from_static("application/json"))];
-    (headers, Body::from_stream(first.chain(pieces))).into_response()
+    let lasting = axum::Extension(Lasting::BreakOff);
+    (headers, lasting, Body::from_stream(first.chain(pieces))).into_response()
 }
 
 async fn run_to_end(place: Place, request: ExecRequest) -> Result<(ExecResult, Held), Error> {

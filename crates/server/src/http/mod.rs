@@ -18,6 +18,7 @@ mod rate;
 mod sandboxes;
 mod server;
 mod sse;
+mod stopping;
 mod templates;
 #[cfg(test)]
 mod tests;

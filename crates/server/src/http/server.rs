@@ -28,7 +28,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::Service;
 use utoipa::ToSchema;
 
-use super::{body::ok, connections::Place, held::with};
+use super::{body::ok, connections::Place, held::with, stopping::Stopping};
 use crate::{
     App,
     metrics::{Figure, Figures},
@@ -36,8 +36,8 @@ use crate::{
 
 /// For the head of a request, and between two on one connection.
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
-/// For requests under way when the server is asked to stop.
-const DRAIN_DEADLINE: Duration = Duration::from_secs(3);
+/// For answers under way when the server is asked to stop; those without an end of their own break off at once.
+const DRAIN_DEADLINE: Duration = Duration::from_secs(1);
 /// Connections beyond the limit that are told so at once.
 const REFUSALS: usize = 64;
 const REFUSE_DEADLINE: Duration = Duration::from_secs(1);
@@ -122,9 +122,10 @@ async fn serve_connection(
     }
     let place = Arc::new(place);
     let service = {
-        let place = Arc::clone(&place);
-        service_fn(move |request: Request<Incoming>| {
+        let (place, stopping) = (Arc::clone(&place), stop.clone());
+        service_fn(move |mut request: Request<Incoming>| {
             let (mut router, busy) = (router.clone(), place.busy());
+            request.extensions_mut().insert(Stopping(stopping.clone()));
             async move {
                 let response = router.call(request.map(Body::new)).await;
                 let response = response.unwrap_or_else(|never| match never {});

@@ -14,9 +14,14 @@ use http::{
 };
 use serde::Serialize;
 
+use super::stopping::Lasting;
+
 /// After so long without an event comes a comment, so that neither client nor proxy takes the silence for an end.
 const QUIET: Duration = Duration::from_secs(10);
 const PING: &[u8] = b": ping\n\n";
+
+/// Of a server that is asked to stop. A command that is being watched goes on.
+const STOPPED: &str = "the server is being stopped; what goes on in the sandbox goes on without it";
 
 /// One event with JSON data.
 pub(super) fn event(name: &str, data: &impl Serialize) -> Bytes {
@@ -68,7 +73,9 @@ pub(super) fn response(events: impl Stream<Item = Bytes> + Send + 'static) -> Re
         (CACHE_CONTROL, HeaderValue::from_static("no-cache")),
     ];
     let no_buffering = [("x-accel-buffering", HeaderValue::from_static("no"))];
-    (headers, no_buffering, Body::from_stream(with_pings)).into_response()
+    let last = event("error", &serde_json::json!({ "error": STOPPED }));
+    let lasting = axum::Extension(Lasting::Say(last));
+    (headers, no_buffering, lasting, Body::from_stream(with_pings)).into_response()
 }
 
 /// Cuts a stream of bytes into texts, never inside a character. What is not UTF-8 becomes U+FFFD.

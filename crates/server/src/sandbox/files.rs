@@ -124,10 +124,18 @@ impl Running {
         fault::point!("write.opened");
         let mut bytes = 0;
         loop {
-            let piece =
-                tokio::time::timeout(CLIENT_DEADLINE, content.next()).await.map_err(|_| {
+            let piece = tokio::select! {
+                biased;
+                // A sandbox that is gone, or has no room, is told to a client that sends slowly, too.
+                early = stream.next() => {
+                    early.transpose()?;
+                    let early = "a write ended before its content";
+                    return Err(machine::Error::Misbehaved(early).into());
+                }
+                piece = tokio::time::timeout(CLIENT_DEADLINE, content.next()) => piece.map_err(|_| {
                     Error::invalid("the content stopped coming; nothing was written, send it again")
-                })?;
+                })?,
+            };
             let Some(piece) = piece else { break };
             let piece = piece.map_err(|error| {
                 Error::invalid(format!("the content broke off ({error}); nothing was written"))

@@ -52,6 +52,8 @@ use crate::{Error, clock::Clock, db::Db, template::Templates};
 
 /// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
 const DELETE_DEADLINE: Duration = Duration::from_secs(60);
+/// Of a server that is asked to stop. What is then still under way is found half-made by the next start, as after a crash.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 /// A list's page, when the client names no size, is everything; named, it is at most this.
 const LONGEST_PAGE: usize = 1000;
 
@@ -305,7 +307,11 @@ impl Sandboxes {
         self.closed.cancel();
         self.pool.close();
         self.tasks.close();
-        self.tasks.wait().await;
+        if tokio::time::timeout(CLOSE_DEADLINE, self.tasks.wait()).await.is_err() {
+            tracing::warn!(
+                "some sandboxes are still being made or deleted; the next start goes on with them"
+            );
+        }
     }
 }
 
