@@ -2,6 +2,7 @@
 
 mod copy;
 mod demo;
+mod doctor;
 mod failure;
 mod interrupt;
 mod key;
@@ -84,6 +85,7 @@ enum Command {
     Serve(serve::Serve),
     Prepare(prepare::Prepare),
     Demo(demo::Demo),
+    Doctor(doctor::Doctor),
     Sweep(sweep::Sweep),
     #[command(subcommand)]
     Sandbox(sandbox::SandboxCommand),
@@ -125,6 +127,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Serve(serve) => serve.run(connection.output()).await?,
         Command::Prepare(prepare) => prepare.run().await?,
         Command::Demo(demo) => demo.run(&connection).await?,
+        Command::Doctor(doctor) => return doctor.run(connection.output()).await,
         Command::Sweep(sweep) => sweep.run(connection.output()).await?,
         Command::Sandbox(command) => return command.run(&connection).await,
         Command::Cp(copy) => copy.run(&connection.client()?).await?,

@@ -20,6 +20,7 @@ fn what_the_help_shows_can_be_written() {
         "atoll serve --egress-allow 10.1.2.3/32:5432 --egress-allow 10.2.0.0/16",
         "atoll prepare --pool /srv/atoll",
         "atoll sweep --dry-run",
+        "atoll doctor --pool /srv/atoll --json",
         "atoll sweep --data-dir /srv/atoll/server --database postgres://atoll@db/atoll",
         "atoll demo --output /tmp/x.png",
         "atoll sandbox create --template code-interpreter --ttl 600 --metadata job=7 --env A=b --env HOME",

@@ -6,6 +6,7 @@ mod buffers;
 pub mod clock;
 pub mod config;
 mod db;
+pub mod doctor;
 pub mod error;
 pub mod http;
 mod instance;

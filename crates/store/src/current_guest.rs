@@ -29,6 +29,20 @@ pub fn name(
     Ok(directory)
 }
 
+/// What a guest boots from.
+#[derive(Debug, Clone)]
+pub struct CurrentGuest {
+    pub kernel: PathBuf,
+    pub initramfs: PathBuf,
+}
+
+/// `None`: nothing was named yet, or it is gone.
+pub fn find(layout: &Layout) -> Option<CurrentGuest> {
+    let directory = layout.current_guest();
+    let (kernel, initramfs) = (directory.join("vmlinuz"), directory.join("initramfs"));
+    (kernel.exists() && initramfs.exists()).then_some(CurrentGuest { kernel, initramfs })
+}
+
 /// Whoever looks finds the old one or the new one.
 fn put_link(link: &Path, target: &Path) -> Result<()> {
     let draft = link.with_extension(format!("draft-{}", std::process::id()));
