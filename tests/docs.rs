@@ -15,16 +15,20 @@ suite! {
     the_readme_works,
     the_guide_to_the_command_line_works,
     the_guide_to_files_and_commands_works,
-    getting_started_works;
+    getting_started_works,
+    the_guide_to_production_works,
+    the_unit_is_one_that_systemd_takes,
+    the_proxy_is_one_that_nginx_takes;
     soak: the_guide_to_templates_works,
 }
 
 /// Each has a claim below.
-const RUN: [&str; 5] = [
+const RUN: [&str; 6] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
     "docs/guides/getting-started.md",
+    "docs/guides/production.md",
     "docs/guides/templates.md",
 ];
 
@@ -33,12 +37,16 @@ fn workspace() -> &'static Path {
 }
 
 fn examples(document: &Path) -> String {
+    blocks(document, "```sh")
+}
+
+fn blocks(document: &Path, fence: &str) -> String {
     let text = std::fs::read_to_string(document).unwrap();
     let mut inside = false;
     let mut script = String::new();
     for line in text.lines() {
         match (inside, line) {
-            (false, "```sh") => inside = true,
+            (false, line) if line == fence => inside = true,
             (true, "```") => inside = false,
             (true, line) => {
                 script.push_str(line);
@@ -119,4 +127,81 @@ async fn getting_started_works(host: Host) {
 
 async fn the_guide_to_templates_works(host: Host) {
     works(&host, "docs/guides/templates.md").await;
+}
+
+async fn the_guide_to_production_works(host: Host) {
+    works(&host, "docs/guides/production.md").await;
+}
+
+async fn run(command: &mut Command) -> std::process::Output {
+    let running = command.stdin(Stdio::null()).kill_on_drop(true).output();
+    tokio::time::timeout(Duration::from_secs(60), running).await.expect("it ends").unwrap()
+}
+
+fn exists(program: &str) -> bool {
+    std::env::var("PATH").unwrap().split(':').any(|place| Path::new(place).join(program).exists())
+}
+
+async fn the_unit_is_one_that_systemd_takes(_: Host) {
+    if !exists("systemd-analyze") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let unit = directory.path().join("atoll.service");
+    let text = std::fs::read_to_string(workspace().join("packaging/atoll.service")).unwrap();
+    // It has to be a program that is there.
+    let text = text.replace("/usr/local/bin/atoll", program().to_str().unwrap());
+    std::fs::write(&unit, text).unwrap();
+    let output = run(Command::new("systemd-analyze").arg("verify").arg(&unit)).await;
+    let said = String::from_utf8_lossy(&output.stderr);
+    // Of other units of this host it may say what it likes.
+    let ours: Vec<_> = said.lines().filter(|line| line.contains("atoll")).collect();
+    assert!(output.status.success() && ours.is_empty(), "{said}");
+    for setting in std::fs::read_to_string(workspace().join("packaging/atoll.env"))
+        .unwrap()
+        .lines()
+        .filter_map(|line| line.trim_start_matches('#').split_once('='))
+        .map(|(name, _)| name.to_owned())
+        .filter(|name| name.starts_with("ATOLL_"))
+    {
+        let help = run(Command::new(program()).args(["serve", "--help"])).await;
+        let help = String::from_utf8_lossy(&help.stdout).into_owned();
+        assert!(help.contains(&setting), "{setting} is no setting");
+    }
+}
+
+async fn the_proxy_is_one_that_nginx_takes(_: Host) {
+    if !exists("nginx") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
+    let made = run(Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes"])
+        .args([
+            "-subj",
+            "/CN=atoll.example.net",
+            "-keyout",
+            &at("privkey.pem"),
+            "-out",
+            &at("fullchain.pem"),
+        ]))
+    .await;
+    assert!(made.status.success());
+    let server = blocks(&workspace().join("docs/guides/production.md"), "```nginx")
+        .replace("/etc/ssl/atoll", directory.path().to_str().unwrap());
+    let whole = format!("pid {}; events {{}} http {{ access_log off; {server} }}", at("pid"));
+    std::fs::write(at("nginx.conf"), whole).unwrap();
+    let mut nginx = Command::new("nginx");
+    nginx.args([
+        "-t",
+        "-e",
+        "stderr",
+        "-c",
+        &at("nginx.conf"),
+        "-p",
+        directory.path().to_str().unwrap(),
+    ]);
+    let output = run(&mut nginx).await;
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

@@ -10,6 +10,7 @@ mod postgres;
 mod program;
 mod sandbox;
 mod server;
+mod sound;
 mod suite;
 mod wait;
 
@@ -21,6 +22,7 @@ pub use crate::{
     program::{failpoints_program, program},
     sandbox::{Sandbox, command, patterned, small},
     server::{End, Options, Server},
+    sound::{has_failed, is_sound, will_not_be_repeated},
     suite::{Claim, Length, run},
     wait::{pause, until},
 };
