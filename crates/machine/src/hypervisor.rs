@@ -24,6 +24,7 @@ use crate::qmp::{PROMPT, Qmp};
 use crate::sockets;
 use crate::spec::{Accelerator, MachineSpec};
 use crate::tap::Tap;
+use crate::text::plain;
 
 const BINARY: &str = "qemu-system-x86_64";
 /// Only from there on can a private mapping be opened read-only.
@@ -159,7 +160,7 @@ impl Hypervisor {
         machine.kill().await?;
         let has_no_answer = matches!(failure, Error::Silent);
         Err(if has_no_answer {
-            Error::NotBooted { console: last_lines(&console).into() }
+            Error::NotBooted { console: plain(last_lines(&console), console.len()) }
         } else {
             failure
         })

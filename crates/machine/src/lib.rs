@@ -22,6 +22,7 @@ mod sockets;
 pub mod spec;
 mod statistics;
 mod tap;
+mod text;
 
 pub use cgroup::{groups_of, remove_groups};
 pub use disks::{Durability, RootDisk, VolumeDisk};

@@ -24,6 +24,7 @@ use tokio::sync::watch;
 use crate::cgroup::Group;
 use crate::error::{Error, Result};
 use crate::jail::{self, Inmate, Jail};
+use crate::text::plain;
 
 const PID_FILE: &str = "qemu.pid";
 /// What is kept of standard error: its end.
@@ -329,7 +330,7 @@ fn read_now(stderr: &pipe::Receiver, kept: &Mutex<VecDeque<u8>>) -> io::Result<u
 fn text_of(kept: &Mutex<VecDeque<u8>>) -> String {
     let kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
     let bytes: Vec<u8> = kept.iter().copied().collect();
-    String::from_utf8_lossy(&bytes).trim().to_owned()
+    plain(String::from_utf8_lossy(&bytes).trim(), 2 * STDERR_BYTES)
 }
 
 /// What no other process with this number has: when it was started, and since which boot that counts.

@@ -3,7 +3,9 @@
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
 use protocol::frame::{self, Kind};
@@ -12,6 +14,7 @@ use tokio::net::UnixStream;
 use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::JoinHandle;
+use tokio::time::Instant;
 
 use super::handshake::Greeted;
 use super::stream::{End, StreamState};
@@ -22,6 +25,56 @@ const WAITING_BULK: usize = 16;
 /// Frames written at once; a small thing waits for no more than these.
 const BATCH: usize = 8;
 const READ: usize = 128 * 1024;
+/// Bytes that may wait for their readers, over all streams of a guest.
+pub(super) const WAITING: usize = 128 << 20;
+/// Frames a guest may send: one that sends more, smaller ones waits for us, as it would for a slow host. Data at full
+/// speed needs a tenth of that.
+const FRAMES_PER_SECOND: u32 = 100_000;
+/// How many of them come between two looks at the clock.
+const FRAMES_AT_ONCE: u32 = 4_096;
+
+/// What waits in all streams of one connection.
+#[derive(Debug, Default)]
+pub(super) struct Budget(AtomicUsize);
+
+impl Budget {
+    /// One stream holds `after` bytes instead of `before`. False when it took more and all of them are too many.
+    pub(super) fn change(&self, before: usize, after: usize) -> bool {
+        if after <= before {
+            self.0.fetch_sub(before - after, Ordering::Relaxed);
+            return true;
+        }
+        let more = after - before;
+        self.0.fetch_add(more, Ordering::Relaxed) + more <= WAITING
+    }
+
+    #[cfg(test)]
+    pub(super) fn taken(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Keeps a guest from spending the server's time on frames that carry nothing.
+struct Pace {
+    begun: Instant,
+    frames: u32,
+}
+
+impl Pace {
+    fn new() -> Self {
+        Self { begun: Instant::now(), frames: 0 }
+    }
+
+    async fn keep(&mut self) {
+        self.frames += 1;
+        if self.frames < FRAMES_AT_ONCE {
+            return;
+        }
+        let due = self.begun + Duration::from_secs(1) * self.frames / FRAMES_PER_SECOND;
+        tokio::time::sleep_until(due).await;
+        *self = Self::new();
+    }
+}
 
 /// A place among the streams, kept until the last frame about the stream is written: so the queue of small things is
 /// bounded although nothing ever waits to enter it.
@@ -48,6 +101,7 @@ pub(super) struct Shared {
     small: mpsc::UnboundedSender<Outgoing>,
     bulk: mpsc::Sender<Outgoing>,
     places: Arc<Semaphore>,
+    budget: Arc<Budget>,
 }
 
 #[derive(Debug, Default)]
@@ -62,7 +116,8 @@ impl Connection {
         let (small, small_queue) = mpsc::unbounded_channel();
         let (bulk, bulk_queue) = mpsc::channel(WAITING_BULK);
         let places = Arc::new(Semaphore::new(protocol::MAX_STREAMS));
-        let shared = Arc::new(Shared { streams: Mutex::default(), small, bulk, places });
+        let (streams, budget) = (Mutex::default(), Arc::default());
+        let shared = Arc::new(Shared { streams, small, bulk, places, budget });
         let (read_half, write_half) = stream.into_split();
         let reader = tokio::spawn({
             let shared = shared.clone();
@@ -89,6 +144,11 @@ impl Connection {
         self.version
     }
 
+    #[cfg(test)]
+    pub(super) fn waiting_bytes(&self) -> usize {
+        self.shared.budget.taken()
+    }
+
     pub(super) fn is_lost(&self) -> bool {
         self.shared.streams().lost
     }
@@ -108,7 +168,7 @@ impl Connection {
                 break;
             }
         }
-        let (id, state) = (streams.last, Arc::new(StreamState::default()));
+        let (id, state) = (streams.last, Arc::new(StreamState::new(self.shared.budget.clone())));
         streams.open.insert(id, state.clone());
         Ok((id, state, place))
     }
@@ -149,6 +209,7 @@ impl Shared {
 }
 
 async fn read(mut input: OwnedReadHalf, mut buffer: BytesMut, shared: &Shared) -> io::Result<()> {
+    let mut pace = Pace::new();
     loop {
         loop {
             let (header, used) = match frame::decode(&buffer).map_err(io::Error::other)? {
@@ -172,6 +233,7 @@ async fn read(mut input: OwnedReadHalf, mut buffer: BytesMut, shared: &Shared) -
                     return Err(io::Error::other("the agent sent what only a host sends"));
                 }
             }
+            pace.keep().await;
         }
         buffer.reserve(READ);
         if input.read_buf(&mut buffer).await? == 0 {

@@ -61,15 +61,13 @@ impl Guest {
     pub async fn call(&self, request: Request, deadline: Duration) -> Result<Reply> {
         let answer = async {
             let stream = self.open(request)?;
-            loop {
-                match stream.next().await {
-                    Some(Ok(Event::Reply(reply))) => return Ok(reply),
-                    Some(Ok(Event::Data(..))) => {}
-                    Some(Ok(Event::Finished)) | None => {
-                        return Err(Error::Misbehaved("no reply came"));
-                    }
-                    Some(Err(error)) => return Err(error),
+            match stream.next().await {
+                Some(Ok(Event::Reply(reply))) => Ok(reply),
+                Some(Ok(Event::Data(..))) => {
+                    Err(Error::Misbehaved("data came where a reply was due"))
                 }
+                Some(Ok(Event::Finished)) | None => Err(Error::Misbehaved("no reply came")),
+                Some(Err(error)) => Err(error),
             }
         };
         tokio::time::timeout(deadline, answer).await.map_err(|_| Error::Silent)?

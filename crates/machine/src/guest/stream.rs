@@ -8,8 +8,9 @@ use protocol::frame::{self, Assembler, Channel, Header, Kind, MAX_PAYLOAD};
 use protocol::message::{self, Failure, Reply, Request};
 use tokio::sync::Notify;
 
-use super::connection::{Connection, Outgoing, Place};
+use super::connection::{Budget, Connection, Outgoing, Place};
 use crate::error::{Error, Result};
+use crate::text::plain;
 
 /// Consumed data is granted anew in such portions.
 const GRANT: u32 = protocol::INITIAL_CREDIT / 4;
@@ -18,6 +19,10 @@ const SLICED: usize = 16 * 1024;
 /// Replies are not subject to credit, so what may wait of them is limited here: bytes, and pieces of any kind.
 const WAITING_REPLIES: usize = 4 * protocol::MAX_MESSAGE;
 const WAITING_PIECES: usize = 64 * 1024;
+/// What a piece costs beside its bytes.
+const PIECE: usize = 64;
+/// The reason of a failure is passed on to people, and into the log.
+const LONGEST_REASON: usize = 1024;
 
 /// What comes on a stream.
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +43,7 @@ pub struct Stream {
 }
 
 /// Shared with the connection's reader.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct StreamState {
     inner: Mutex<Inner>,
     arrived: Notify,
@@ -49,7 +54,13 @@ pub(super) struct StreamState {
 struct Inner {
     waiting: VecDeque<Piece>,
     waiting_replies: usize,
+    waiting_data: usize,
     assembler: Assembler,
+    /// Of a reply that is not whole yet.
+    partial: usize,
+    /// Of the connection, and how much of it this stream has taken.
+    budget: Arc<Budget>,
+    taken: usize,
     /// Bytes of data the agent may still send, and those consumed for which it has not been granted new ones.
     allowed: u32,
     consumed: u32,
@@ -79,6 +90,8 @@ pub(super) enum End {
     Failed(Failure),
     Reset,
     Misbehaved(&'static str),
+    /// All streams together hold more than their connection may.
+    Crowded,
     Lost,
 }
 
@@ -90,17 +103,27 @@ impl End {
             Self::Failed(failure) => Some(Error::Refused(failure.clone())),
             Self::Reset => Some(Error::Reset),
             Self::Misbehaved(how) => Some(Error::Misbehaved(how)),
+            Self::Crowded => Some(Error::Busy),
             Self::Lost => Some(Error::Lost),
         }
     }
+
+    fn failed(mut failure: Failure) -> Self {
+        failure.message = plain(&failure.message, LONGEST_REASON);
+        Self::Failed(failure)
+    }
 }
 
-impl Default for Inner {
-    fn default() -> Self {
+impl Inner {
+    fn new(budget: Arc<Budget>) -> Self {
         Self {
             waiting: VecDeque::new(),
             waiting_replies: 0,
+            waiting_data: 0,
             assembler: Assembler::default(),
+            partial: 0,
+            budget,
+            taken: 0,
             allowed: protocol::INITIAL_CREDIT,
             consumed: 0,
             credit: u64::from(protocol::INITIAL_CREDIT),
@@ -113,6 +136,11 @@ impl Default for Inner {
 }
 
 impl StreamState {
+    pub(super) fn new(budget: Arc<Budget>) -> Self {
+        let inner = Mutex::new(Inner::new(budget));
+        Self { inner, arrived: Notify::new(), may_send: Notify::new() }
+    }
+
     fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -129,13 +157,15 @@ impl StreamState {
 
     /// One frame from the agent. Never waits.
     pub(super) fn receive(&self, header: &Header, payload: BytesMut) {
-        let outcome = self.inner().receive(header, payload);
-        match outcome {
-            Ok(()) => {}
-            Err(end) => {
-                let mut inner = self.inner();
-                inner.waiting = VecDeque::new();
-                inner.assembler = Assembler::default();
+        {
+            let mut inner = self.inner();
+            let outcome = inner.receive(header, payload);
+            let outcome = outcome.and_then(|()| match inner.settle() {
+                true => Ok(()),
+                false => Err(End::Crowded),
+            });
+            if let Err(end) = outcome {
+                inner.clear();
                 inner.end = Some(end);
             }
         }
@@ -144,6 +174,21 @@ impl StreamState {
 }
 
 impl Inner {
+    /// Tells the connection how much waits here now; false when that is too much for all streams together.
+    fn settle(&mut self) -> bool {
+        let waits = self.waiting_replies + self.waiting_data + self.partial;
+        let now = waits + self.waiting.len() * PIECE;
+        let before = std::mem::replace(&mut self.taken, now);
+        self.budget.change(before, now)
+    }
+
+    fn clear(&mut self) {
+        self.waiting = VecDeque::new();
+        self.assembler = Assembler::default();
+        (self.waiting_replies, self.waiting_data, self.partial) = (0, 0, 0);
+        self.settle();
+    }
+
     fn receive(&mut self, header: &Header, payload: BytesMut) -> std::result::Result<(), End> {
         if self.end.is_some() {
             return Ok(());
@@ -152,6 +197,7 @@ impl Inner {
             Kind::Data => self.receive_data(header.channel, payload)?,
             Kind::Reply => {
                 let frame = frame::Frame { header: *header, payload: &payload };
+                self.partial = if header.more { self.partial + payload.len() } else { 0 };
                 let whole = self
                     .assembler
                     .push(&frame)
@@ -164,8 +210,8 @@ impl Inner {
             Kind::Finish => self.end = Some(End::Finished),
             Kind::Credit => {
                 let grant = payload[..].try_into().map(u32::from_le_bytes);
-                self.credit +=
-                    u64::from(grant.map_err(|_| End::Misbehaved("a credit of the wrong length"))?);
+                let grant = grant.map_err(|_| End::Misbehaved("a credit of the wrong length"))?;
+                self.credit = self.credit.saturating_add(u64::from(grant));
             }
             Kind::Reset => self.end = Some(End::Reset),
             // The connection has refused them.
@@ -187,6 +233,7 @@ impl Inner {
             .allowed
             .checked_sub(length)
             .ok_or(End::Misbehaved("more data than it was granted"))?;
+        self.waiting_data += payload.len();
         if payload.len() >= SLICED {
             self.waiting.push_back(Piece::Data(channel, payload.freeze()));
             return Ok(());
@@ -224,7 +271,7 @@ impl Inner {
         }
         let Some(Piece::Reply(reply)) = self.waiting.front() else { return None };
         match message::decode(reply) {
-            Ok(Reply::Failed(failure)) => Some(Error::Refused(failure)),
+            Ok(Reply::Failed(failure)) => End::failed(failure).error(),
             Ok(_) | Err(_) => None,
         }
     }
@@ -268,20 +315,23 @@ impl Stream {
             Some(Piece::Small(channel, bytes)) => (channel, bytes.freeze()),
             Some(Piece::Reply(reply)) => {
                 inner.waiting_replies -= reply.len();
+                inner.settle();
                 let end = match message::decode(&reply) {
-                    Ok(Reply::Failed(failure)) => End::Failed(failure),
+                    Ok(Reply::Failed(failure)) => End::failed(failure),
                     Ok(reply) => {
                         inner.answered |= is_whole_answer(&reply);
                         return Taken::Event(Ok(Event::Reply(reply)));
                     }
                     Err(_) => End::Misbehaved("a reply that cannot be read"),
                 };
-                inner.waiting.clear();
+                inner.clear();
                 inner.end = Some(end);
                 return Taken::of_end(&mut inner);
             }
             None => return Taken::of_end(&mut inner),
         };
+        inner.waiting_data -= bytes.len();
+        inner.settle();
         let grant = inner.consume(&bytes);
         drop(inner);
         if let Some(grant) = grant {
@@ -364,6 +414,12 @@ impl Stream {
     }
 }
 
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.budget.change(self.taken, 0);
+    }
+}
+
 /// Nothing follows these, so a reset would only wake the guest once more.
 fn is_whole_answer(reply: &Reply) -> bool {
     match reply {
@@ -385,7 +441,7 @@ impl Drop for Stream {
             let inner = self.state.inner();
             let is_over = match inner.end {
                 Some(End::Finished | End::Failed(_) | End::Reset | End::Lost) => true,
-                Some(End::Misbehaved(_)) | None => false,
+                Some(End::Misbehaved(_) | End::Crowded) | None => false,
             };
             is_over || inner.answered
         };

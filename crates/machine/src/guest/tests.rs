@@ -1,5 +1,7 @@
 //! The host's end against an agent that does exactly what a test wants, also what no honest one would.
 
+mod lies;
+
 use std::time::Duration;
 
 use bytes::Bytes;
