@@ -22,6 +22,7 @@ suite! {
     user_directory_and_home_are_as_asked,
     short_commands_leave_nothing_behind,
     a_command_that_takes_all_memory_is_told_as_such,
+    a_sandbox_whose_processes_multiply_can_be_deleted,
     a_request_that_is_no_command_is_refused,
     the_first_command_finds_a_machine_of_its_own,
     the_environment_of_the_create_is_on_no_disk,
@@ -311,6 +312,20 @@ async fn a_command_that_takes_all_memory_is_told_as_such(host: Host) {
     assert_eq!((result.killed.as_deref(), result.exit_code), (Some("memory"), 137), "{result:?}");
     assert_eq!(sandbox.run("echo alive").await, "alive\n");
     sandbox.write("/srv/job/after", "x").await;
+}
+
+async fn a_sandbox_whose_processes_multiply_can_be_deleted(host: Host) {
+    let sandbox = host.sandbox().await;
+    let bomb = command("echo lit; b() { b | b & }; b; while :; do :; done");
+    let mut events = sandbox.client().exec_stream(&sandbox.id, &bomb).await.unwrap();
+    events.next().await.unwrap();
+    // Of those that the server answers by itself, none waits for the guest.
+    assert_eq!(sandbox.get("").await.json()["status"], "running");
+    let (client, id) = (sandbox.client().clone(), sandbox.id);
+    sandbox.delete().await;
+    assert_eq!(client.sandbox(&id).await.unwrap_err().status(), Some(404));
+    // Its watcher is told; it does not wait for ever.
+    while let Ok(Some(_)) = events.next().await {}
 }
 
 async fn a_fork_bomb_and_full_cpus_leave_the_sandbox_answering(host: Host) {

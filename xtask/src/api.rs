@@ -11,6 +11,8 @@ use crate::wait;
 /// A size that must be baked first, and a template that must be built first, are answered with "later".
 const FIRST_CREATE_LIMIT: Duration = Duration::from_secs(1200);
 
+const LONGEST_CALL: Duration = Duration::from_secs(300);
+
 /// One client with its own connections, kept alive.
 pub(crate) struct Api {
     agent: Agent,
@@ -20,9 +22,13 @@ pub(crate) struct Api {
 
 impl Api {
     pub(crate) fn new(url: &str, key: &str) -> Self {
+        Self::patient_for(url, key, LONGEST_CALL)
+    }
+
+    pub(crate) fn patient_for(url: &str, key: &str, time: Duration) -> Self {
         let config = Agent::config_builder()
             .http_status_as_error(false)
-            .timeout_global(Some(Duration::from_secs(300)))
+            .timeout_global(Some(time))
             .max_idle_connections_per_host(16)
             .max_idle_connections(16)
             .build();
@@ -97,7 +103,9 @@ impl Api {
             .header("Authorization", &self.authorization)
             .send_json(body);
         let answer = answer.with_context(|| format!("call POST {path}"))?;
-        if answer.status() == 503 && answer.headers().contains_key("Retry-After") {
+        let is_later = answer.headers().contains_key("Retry-After")
+            && [429, 503].contains(&answer.status().as_u16());
+        if is_later || answer.status() == 507 {
             return Ok(None);
         }
         let (_, body) = content(Ok(answer), &format!("POST {path}"))?;

@@ -78,6 +78,15 @@ impl Server {
         Api::new(&self.url, &self.key)
     }
 
+    /// What the server itself has in memory; its machines are other processes.
+    pub(crate) fn memory_megabytes(&self) -> anyhow::Result<f64> {
+        let path = format!("/proc/{}/status", self.child.id());
+        let text = fs::read_to_string(&path).with_context(|| format!("read {path}"))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line.and_then(|line| line.split_whitespace().next());
+        Ok(kib.with_context(|| format!("find VmRSS in {path}"))?.parse::<f64>()? / 1024.0)
+    }
+
     /// The virtual machine behind a sandbox: the QEMU that has its root disk open.
     pub(crate) fn machine_of(&self, sandbox: &str) -> anyhow::Result<u32> {
         machines_with_open_files_in(&self.directory.path().join("sandboxes").join(sandbox))

@@ -84,6 +84,16 @@ pub(crate) const GROUPS: &[Group] = &[
         }],
         measure: Bench::idle_memory,
     },
+    Group {
+        rows: &[Row {
+            name: "leak_500",
+            unit: "MB",
+            better: Better::Lower,
+            // Arenas of the C library settle within this; what leaked for each sandbox would be far above.
+            target: Target::Value(8.0),
+        }],
+        measure: Bench::leak,
+    },
     Group { rows: &[rate("api_reads", "1/s", Target::Value(3000.0))], measure: Bench::api_reads },
 ];
 

@@ -1,5 +1,6 @@
 //! `cargo xtask bench`: what a sandbox costs, beside what the technique alone costs on the same host.
 
+mod bursts;
 mod figures;
 mod floor;
 mod host;
