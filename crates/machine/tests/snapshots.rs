@@ -6,7 +6,9 @@ mod harness;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-use harness::{Bake, DEADLINE, Running, clone_file, place, read_write, run, snapshot};
+use harness::{
+    Bake, DEADLINE, Running, assert_clean, clone_file, place, read_write, run, snapshot,
+};
 use machine::guest::{Guest, Request};
 use machine::hypervisor::{Hypervisor, Place};
 use machine::{Error, Machine, Save};
@@ -79,6 +81,10 @@ async fn ten_generations_of_snapshots_lose_nothing() {
     let bake = Bake::shared().await;
     let (machine, guest) = bake.start("generation0").await;
     run(&guest, "fill", SCRIPT).await;
+    // Goes on through all of them.
+    let heavy = "nohup sh -c 'while :; do head -c 3000000 /dev/zero > /root/heavy1; sync; cp /root/heavy1 /root/heavy2; \
+                 mkdir /root/heavy; touch /root/heavy/file; rm -r /root/heavy; done' >/dev/null 2>&1 &";
+    run(&guest, "heavy", heavy).await;
     let (mut last, _) =
         snapshot(bake, &machine, &guest, bake.directory.join("generation0-taken")).await;
     machine.into_inner().kill().await.unwrap();
@@ -87,14 +93,14 @@ async fn ten_generations_of_snapshots_lose_nothing() {
         check(&guest, &format!("check{generation}")).await;
         let script = format!(
             "test $(ls /root/generations /run/m/generations | grep -c '^[0-9]') = {}; echo $?; \
-             mkdir -p /root/generations /run/m/generations; touch /root/generations/{generation} /run/m/generations/{generation}; \
-             rm -f /root/heavy*; nohup sh -c 'while :; do head -c 3000000 /dev/zero > /root/heavy1; sync; cp /root/heavy1 /root/heavy2; mkdir /root/heavy; rm -r /root/heavy; done' >/dev/null 2>&1 &",
+             mkdir -p /root/generations /run/m/generations; touch /root/generations/{generation} /run/m/generations/{generation}",
             2 * (generation - 1)
         );
         let (output, _) = run(&guest, &format!("write{generation}"), &script).await;
         assert_eq!(output.lines().last(), Some("0"), "{output}");
         let directory = bake.directory.join(format!("generation{generation}"));
         let (taken, _) = snapshot(&last, &machine, &guest, directory).await;
+        assert_clean(&taken.root_disk());
         run(&guest, &format!("goes-on{generation}"), "true").await;
         machine.into_inner().kill().await.unwrap();
         last = taken;

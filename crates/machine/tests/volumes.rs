@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use harness::{
     Bake, DEADLINE, Running, assert_clean, make_volume, place, read_write, run, snapshot, volume,
 };
-use machine::guest::{Guest, Request};
+use machine::guest::{Guest, Mount, Reply, Request};
 use machine::hypervisor::{Hypervisor, Load, Place};
 use machine::spec::WRITABLE_SLOTS;
 use machine::{Error, VolumeDisk};
@@ -36,22 +36,17 @@ fn device(slot: u8) -> char {
     char::from(b'b' + slot)
 }
 
-/// Has the driver take hold of a slot's device anew: of a read-only one it learns the size only so.
-async fn bind(guest: &Guest, slot: u8) {
-    let device = device(slot);
-    let script = format!(
-        "cd /sys/bus/virtio/drivers/virtio_blk && of=$(basename $(readlink -f /sys/block/vd{device}/device)) && \
-         echo $of > unbind && echo $of > bind"
-    );
-    assert_eq!(ends(guest, &script).await, Some(0));
-}
-
 /// Mounts what is in a slot at `/mnt`.
 async fn mount(guest: &Guest, slot: u8) {
-    if slot >= FIRST_READ_ONLY {
-        bind(guest, slot).await;
-    }
-    assert_eq!(ends(guest, &format!("mount /dev/vd{} /mnt", device(slot))).await, Some(0));
+    let read_only = slot >= FIRST_READ_ONLY;
+    let volumes = vec![Mount { slot, path: b"/mnt".to_vec().into(), read_only }];
+    let mounted = guest.call(Request::VolumesMount { volumes }, DEADLINE).await;
+    assert_eq!(mounted.expect("the volume is mounted"), Reply::Done);
+}
+
+async fn unmount(guest: &Guest, slot: u8) {
+    let unmounted = guest.call(Request::VolumesUnmount { slots: vec![slot] }, DEADLINE).await;
+    assert_eq!(unmounted.expect("the volume is unmounted"), Reply::Done);
 }
 
 #[tokio::test]
@@ -60,7 +55,8 @@ async fn a_volume_keeps_what_one_machine_has_written_for_the_next() {
     let path = volume_for("kept").await;
     let (machine, guest) = bake.start_with("writer", vec![(FIRST, volume(&path, false))]).await;
     mount(&guest, FIRST).await;
-    assert_eq!(ends(&guest, "echo kept > /mnt/note && umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "echo kept > /mnt/note").await, Some(0));
+    unmount(&guest, FIRST).await;
     machine.into_inner().kill().await.unwrap();
     assert_clean(&path);
 
@@ -85,16 +81,15 @@ async fn all_slots_take_a_volume_at_once() {
         volumes.push((slot, volume(&path, slot >= FIRST_READ_ONLY)));
     }
     let (_machine, guest) = bake.start_with("all", volumes).await;
-    for slot in 0..16 {
-        if slot >= FIRST_READ_ONLY {
-            bind(&guest, slot).await;
-        }
-        let script = format!(
-            "test $(blkid -o value -s LABEL /dev/vd{0} || e2label /dev/vd{0}) = slot{slot}",
-            device(slot)
-        );
-        assert_eq!(ends(&guest, &script).await, Some(0));
-    }
+    let mounts = (0..16).map(|slot| Mount {
+        slot,
+        path: format!("/mnt/slot{slot}").into_bytes().into(),
+        read_only: slot >= FIRST_READ_ONLY,
+    });
+    let mounting = Request::VolumesMount { volumes: mounts.collect() };
+    assert_eq!(guest.call(mounting, DEADLINE).await.unwrap(), Reply::Done);
+    let script = "for n in $(seq 0 15); do test $(e2label $(findmnt -no SOURCE /mnt/slot$n)) = slot$n || exit 1; done";
+    assert_eq!(ends(&guest, script).await, Some(0));
 }
 
 #[tokio::test]
@@ -143,7 +138,8 @@ async fn a_volume_in_use_is_refused_at_a_load_and_its_holder_unharmed() {
         assert!(begun.elapsed() < Duration::from_secs(10));
         assert!(!Path::new(&format!("/proc/{pid}")).exists());
     }
-    assert_eq!(ends(&guest, "echo written > /mnt/note && sync && umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "echo written > /mnt/note && sync").await, Some(0));
+    unmount(&guest, FIRST).await;
     holder.into_inner().kill().await.unwrap();
     assert_clean(&path);
 }
@@ -166,13 +162,16 @@ async fn a_volume_in_use_is_refused_at_an_attach_and_both_machines_unharmed() {
     // The slot takes another, and this one once it is free.
     second.attach_volume(FIRST, volume(&free, false)).await.unwrap();
     mount(&guest, FIRST).await;
-    assert_eq!(ends(&guest, "touch /mnt/free && umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "touch /mnt/free").await, Some(0));
+    unmount(&guest, FIRST).await;
     second.detach_volume(FIRST).await.unwrap();
-    assert_eq!(ends(&first, "touch /mnt/taken && umount /mnt").await, Some(0));
+    assert_eq!(ends(&first, "touch /mnt/taken").await, Some(0));
+    unmount(&first, FIRST).await;
     holder.detach_volume(FIRST).await.unwrap();
     second.attach_volume(FIRST, volume(&path, false)).await.unwrap();
     mount(&guest, FIRST).await;
-    assert_eq!(ends(&guest, "test -e /mnt/taken && umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "test -e /mnt/taken").await, Some(0));
+    unmount(&guest, FIRST).await;
     assert_clean(&free);
 }
 
@@ -206,7 +205,8 @@ async fn a_detached_slot_swallows_nothing_and_takes_the_next_volume() {
     for path in [&one, &other] {
         machine.attach_volume(FIRST, volume(path, false)).await.unwrap();
         mount(&guest, FIRST).await;
-        assert_eq!(ends(&guest, "touch /mnt/$$ && umount /mnt").await, Some(0));
+        assert_eq!(ends(&guest, "touch /mnt/$$").await, Some(0));
+        unmount(&guest, FIRST).await;
         machine.detach_volume(FIRST).await.unwrap();
         let script =
             format!("dd if=/dev/zero of=/dev/vd{} bs=4096 count=1 conv=fsync", device(FIRST));
@@ -224,12 +224,17 @@ async fn a_volume_grows_while_it_is_in_use_and_never_shrinks() {
     let bake = Bake::shared().await;
     let path = volume_for("grows").await;
     let (machine, guest) = bake.start_with("grower", vec![(FIRST, volume(&path, false))]).await;
+    mount(&guest, FIRST).await;
     let larger = 128 << 20;
     read_write(&path).set_len(larger).unwrap();
     machine.resize_volume(FIRST, larger).await.unwrap();
     assert_eq!(std::fs::metadata(&path).unwrap().len(), larger);
-    let script = format!("test $(cat /sys/block/vd{}/size) = {}", device(FIRST), larger / 512);
-    assert_eq!(ends(&guest, &script).await, Some(0));
+    let grown = guest.call(Request::VolumeGrow { slot: FIRST }, DEADLINE).await;
+    assert_eq!(grown.unwrap(), Reply::Done);
+    assert_eq!(
+        ends(&guest, "head -c 90000000 /dev/zero > /mnt/large && rm /mnt/large").await,
+        Some(0)
+    );
     let refused = machine.resize_volume(FIRST, larger / 2).await;
     assert!(matches!(refused, Err(Error::Unfit(_))));
     assert_eq!(std::fs::metadata(&path).unwrap().len(), larger);
@@ -255,7 +260,8 @@ async fn what_does_not_fit_a_slot_is_refused_and_a_volume_in_it_stays() {
     }
     let refused = machine.attach_volume(FIRST, volume(&other, false)).await;
     assert!(matches!(refused, Err(Error::QmpRefused { .. })), "{refused:?}");
-    assert_eq!(ends(&guest, "echo here > /mnt/note && umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "echo here > /mnt/note").await, Some(0));
+    unmount(&guest, FIRST).await;
     machine.into_inner().kill().await.unwrap();
     assert_clean(&path);
     assert_eq!(std::fs::metadata(&other).unwrap().len(), 64 << 20);
@@ -291,7 +297,8 @@ async fn a_snapshot_holds_nothing_of_a_volume_and_is_restored_with_another() {
     let (machine, guest) =
         bake.start_with("with-volume", vec![(FIRST, volume(&path, false))]).await;
     mount(&guest, FIRST).await;
-    assert_eq!(ends(&guest, "echo source > /mnt/note; umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "echo source > /mnt/note").await, Some(0));
+    unmount(&guest, FIRST).await;
     machine.detach_volume(FIRST).await.unwrap();
     let (taken, _) =
         snapshot(bake, &machine, &guest, bake.directory.join("with-volume-taken")).await;
@@ -301,7 +308,8 @@ async fn a_snapshot_holds_nothing_of_a_volume_and_is_restored_with_another() {
 
     let (clone, guest) = taken.start_with("its-clone", vec![(FIRST, volume(&other, false))]).await;
     mount(&guest, FIRST).await;
-    assert_eq!(ends(&guest, "! test -e /mnt/note; touch /mnt/clone; umount /mnt").await, Some(0));
+    assert_eq!(ends(&guest, "! test -e /mnt/note; touch /mnt/clone").await, Some(0));
+    unmount(&guest, FIRST).await;
     clone.into_inner().kill().await.unwrap();
     assert_clean(&other);
 }
