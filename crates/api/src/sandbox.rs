@@ -118,6 +118,9 @@ pub struct Lifecycle {
     pub ttl_seconds: Option<u64>,
     #[serde(with = "time::serde::rfc3339::option", default)]
     pub expires_at: Option<OffsetDateTime>,
+    /// Unused for so long, it hibernates. `null`: it stays running.
+    #[serde(default)]
+    pub idle_seconds: Option<u64>,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize, ToSchema)]
@@ -127,7 +130,7 @@ pub struct UpdateLifecycle {
     pub ttl_seconds: Option<i64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persistent: Option<bool>,
-    /// Not available yet: refused, so that nobody relies on it.
+    /// Unused for so long, it hibernates; whoever uses it then wakes it. 0: it stays running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_seconds: Option<i64>,
 }

@@ -9,7 +9,7 @@ use std::{
 
 use anyhow::Context;
 use clap::{Args, builder::FalseyValueParser};
-use server::{Config, Destination, HostPolicy};
+use server::{Config, Destination, HostPolicy, volume::VolumeLimits};
 use tempfile::TempDir;
 
 use crate::{failure::Failure, limits::Limits};
@@ -45,6 +45,15 @@ pub(crate) struct Settings {
     /// Machines kept ready for each size that was used recently
     #[arg(long, env = "ATOLL_READY_MACHINES", value_name = "COUNT", default_value_t = 2)]
     ready_machines: usize,
+    /// Volumes that an account may have
+    #[arg(long, env = "ATOLL_MOST_VOLUMES", value_name = "COUNT", default_value_t = 1000)]
+    most_volumes: usize,
+    /// The largest volume, in MiB
+    #[arg(long, env = "ATOLL_LARGEST_VOLUME", value_name = "MIB", default_value_t = 65_536)]
+    largest_volume: u64,
+    /// What all volumes of an account may have together, in MiB, used or not [default: no limit]
+    #[arg(long, env = "ATOLL_VOLUMES_TOTAL", value_name = "MIB")]
+    volumes_total: Option<u64>,
     /// Serve /metrics without a key
     #[arg(long, env = "ATOLL_OPEN_METRICS", value_parser = FalseyValueParser::new())]
     open_metrics: bool,
@@ -73,6 +82,11 @@ impl Settings {
             default_ttl: Duration::from_secs(self.default_ttl),
             ready_machines: self.ready_machines,
             capacity: self.limits.capacity(),
+            volumes: VolumeLimits {
+                most: self.most_volumes,
+                largest_mb: self.largest_volume,
+                total_mb: self.volumes_total,
+            },
         })
     }
 

@@ -33,6 +33,6 @@ pub use leftover::{kill_all_of, uids_in_use};
 pub use machine::{Ended, Machine};
 pub use process::host_boot_id;
 pub use snapshot::{Save, Saved, Steps};
-pub use spec::{Accelerator, MachineSpec, Shape};
+pub use spec::{Accelerator, MACHINE_TYPE, MachineSpec, READ_ONLY_SLOTS, Shape, WRITABLE_SLOTS};
 pub use statistics::{DiskStatistics, Statistics};
 pub use tap::Tap;

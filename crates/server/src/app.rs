@@ -12,6 +12,7 @@ use crate::{
     metrics::Metrics,
     sandbox::Sandboxes,
     template::Templates,
+    volume::Volumes,
 };
 
 pub struct App {
@@ -20,6 +21,7 @@ pub struct App {
     pub keys: Keys,
     pub metrics: Arc<Metrics>,
     pub sandboxes: Arc<Sandboxes>,
+    pub volumes: Arc<Volumes>,
     pub templates: Arc<Templates>,
     pub db: Db,
     pub buffers: Buffers,

@@ -96,6 +96,11 @@ impl Clock {
             .map_or_else(time_of_day_ms, |held| held.time_of_day.load(Ordering::SeqCst))
     }
 
+    /// The time of day in nanoseconds since 1970, for guests.
+    pub(crate) fn now_ns(&self) -> u64 {
+        u64::try_from(self.now_ms()).unwrap_or(0).saturating_mul(1_000_000)
+    }
+
     /// Moves evenly, also while the host sleeps, whatever happens to the time of day: for times to live. Like the time
     /// of day when the first server since the host's boot started.
     pub fn steady_ms(&self) -> i64 {

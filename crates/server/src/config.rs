@@ -4,7 +4,7 @@ use std::{net::SocketAddr, num::NonZeroU32, path::PathBuf, time::Duration};
 
 use machine::network::HostPolicy;
 
-use crate::sandbox::Limits;
+use crate::{sandbox::Limits, volume::VolumeLimits};
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -26,6 +26,7 @@ pub struct Config {
     /// Machines kept ready for each size that was used recently.
     pub ready_machines: usize,
     pub capacity: Capacity,
+    pub volumes: VolumeLimits,
 }
 
 /// How much of the host may be used, and how much of the server by one client.
@@ -87,6 +88,7 @@ impl Config {
             default_ttl: Duration::from_secs(3600),
             ready_machines: 0,
             capacity: Capacity::default(),
+            volumes: VolumeLimits { most: 8, largest_mb: 1024, total_mb: None },
         }
     }
 

@@ -32,6 +32,11 @@ impl Error {
         Self::new(ErrorCode::Conflict, message)
     }
 
+    /// More than the account may have. Sending it again does not help.
+    pub fn quota_exceeded(message: impl Into<String>) -> Self {
+        Self::new(ErrorCode::QuotaExceeded, message)
+    }
+
     /// The client learns only that it was not their fault; the log learns why.
     pub fn internal(source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
         Self::new(

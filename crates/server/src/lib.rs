@@ -2,6 +2,7 @@
 
 mod agent_binary;
 pub mod app;
+mod blocking;
 mod buffers;
 pub mod clock;
 pub mod config;
@@ -19,6 +20,7 @@ pub mod sandbox;
 mod shared_work;
 pub mod sweep;
 pub mod template;
+pub mod volume;
 
 pub use agent_binary::AGENT;
 pub use app::App;

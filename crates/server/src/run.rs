@@ -22,6 +22,7 @@ use crate::{
     metrics::Metrics,
     sandbox::{Bakes, DEFAULT_TEMPLATE, Parts, Pool, Sandboxes, Sites, Size, Slots},
     template::Templates,
+    volume::Volumes,
 };
 
 /// Of the set-up, where nobody's request waits.
@@ -63,6 +64,12 @@ pub async fn run(
     let address = listener.local_addr().map_err(Error::internal)?;
     let ground = Ground::lay(&config, &mut |line| tracing::info!("{line}")).await?;
     let pool = Pool::new(ground.hypervisor.clone(), ground.sites.clone(), config.ready_machines);
+    let volumes = Volumes::new(
+        ground.db.clone(),
+        ground.clock.clone(),
+        ground.sites.layout.clone(),
+        config.volumes.clone(),
+    );
     let parts = Parts {
         db: ground.db.clone(),
         clock: ground.clock.clone(),
@@ -70,6 +77,7 @@ pub async fn run(
         bakes: Arc::clone(&ground.bakes),
         pool: Arc::clone(&pool),
         sites: ground.sites.clone(),
+        volumes: Arc::clone(&volumes),
     };
     let sandboxes = Sandboxes::new(parts, &config)?;
     sandboxes.recover().await?;
@@ -84,6 +92,7 @@ pub async fn run(
         keys,
         metrics: Arc::new(Metrics::new()),
         sandboxes: Arc::clone(&sandboxes),
+        volumes,
         templates: Arc::clone(&ground.templates),
         db: ground.db.clone(),
     });

@@ -1,10 +1,9 @@
-//! The directory of a sandbox, gone with it: its root disk, the memory that its machine started from, and the machine
-//! itself while it hibernates.
+//! The directory of a sandbox, gone with it: its root disk, or the whole machine while it hibernates.
 
 use std::{
     fs::{self, File},
-    io::{self, ErrorKind},
-    os::unix::fs::PermissionsExt,
+    io::ErrorKind,
+    os::unix::fs::{MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
 };
 
@@ -12,7 +11,7 @@ use api::SandboxId;
 
 use crate::{
     Error, Layout, Result,
-    clone::{Method, clone_file},
+    clone::clone_file,
     draft, layout,
     saved_machine::{SavedMachine, SavedMachineDraft},
 };
@@ -51,8 +50,20 @@ impl SandboxFiles {
         self.directory.join("rootfs")
     }
 
-    /// Makes the root disk from that of a bake. It is as long as asked for, at least as long as the bake's.
+    /// What its root disk takes of the host, blocks that it shares included; what it hibernates in, while it does.
+    pub fn used_bytes(&self) -> Result<u64> {
+        let hibernated = self.hibernated();
+        let mut used = 0;
+        for path in ["memory", "state", "rootfs"].map(|name| hibernated.join(name)) {
+            used += allocated(&path)?;
+        }
+        Ok(used + allocated(&self.rootfs())?)
+    }
+
+    /// Makes the root disk from that of a bake. It is as long as asked for, at least as long as the bake's. What an earlier
+    /// start left is replaced.
     pub fn clone_rootfs(&self, source: &Path, bytes: u64) -> Result<File> {
+        self.remove_rootfs()?;
         let path = self.rootfs();
         clone_file(source, &path)?;
         fault::point!("create.disk_cloned", Error::io("set the mode of", &path));
@@ -65,62 +76,24 @@ impl SandboxFiles {
         Ok(file)
     }
 
-    /// The memory that the running machine was loaded from; snapshots of it start from there.
-    pub fn memory(&self) -> PathBuf {
-        self.directory.join("memory")
-    }
-
-    /// Keeps `source`, the memory of a bake or a snapshot, at hand whatever becomes of that. It is the same file, so all
-    /// machines started from it go on sharing its pages; only where a link cannot be made, it is cloned.
-    pub fn link_memory(&self, source: &Path) -> Result<MemoryKept> {
-        let path = self.memory();
-        let linked = match fs::hard_link(source, &path) {
-            // Of an earlier start.
-            Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                self.remove_memory()?;
-                fs::hard_link(source, &path)
-            }
-            other => other,
-        };
-        match linked {
-            Ok(()) => Ok(MemoryKept::SameFile),
-            Err(error) if needs_clone(&error) => Ok(match clone_file(source, &path)? {
-                Method::Reflink => MemoryKept::Cloned,
-                Method::Copy => MemoryKept::Copied,
-            }),
-            Err(error) => Err(Error::io("link the memory to", path)(error)),
-        }
-    }
-
-    /// For a sandbox whose machine is no more. There need be none.
-    pub fn remove_memory(&self) -> Result<()> {
-        match fs::remove_file(self.memory()) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                Err(Error::io("remove", self.memory())(error))
-            }
-            Ok(()) | Err(_) => Ok(()),
-        }
+    /// For a sandbox that hibernates, whose root disk lies with the rest. There need be none.
+    pub fn remove_rootfs(&self) -> Result<()> {
+        remove_file(&self.rootfs())
     }
 
     fn hibernated(&self) -> PathBuf {
         self.directory.join("hibernated")
     }
 
-    /// For memory and device state; the root disk stays where it is.
+    /// With a root disk of its own, so that a wake that fails half-way costs nothing: it can be begun again.
     pub fn hibernation_draft(&self) -> Result<SavedMachineDraft> {
-        let (target, rootfs) = (self.hibernated(), Some(self.rootfs()));
-        SavedMachineDraft::create(&self.temporary, "hibernation", target, rootfs)
+        SavedMachineDraft::create(&self.temporary, "hibernation", self.hibernated())
     }
 
     /// `None` when the sandbox does not hibernate.
     pub fn hibernation(&self) -> Result<Option<SavedMachine>> {
         let id = self.directory.file_name().unwrap_or_default().to_string_lossy();
-        SavedMachine::read(
-            self.hibernated(),
-            Some(self.rootfs()),
-            "hibernated machine of sandbox",
-            &id,
-        )
+        SavedMachine::read(self.hibernated(), "hibernated machine of sandbox", &id)
     }
 
     /// After a wake. There need be none.
@@ -129,22 +102,20 @@ impl SandboxFiles {
     }
 }
 
-/// How [`SandboxFiles::link_memory`] went.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum MemoryKept {
-    SameFile,
-    /// Its blocks are shared, its pages in memory are not.
-    Cloned,
-    /// Neither is: the cache is on another file system than the data. Slow, and it costs the size of the memory.
-    Copied,
+/// 0 for what is not there.
+fn allocated(path: &Path) -> Result<u64> {
+    match fs::metadata(path) {
+        Ok(metadata) => Ok(metadata.blocks() * 512),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),
+        Err(error) => Err(Error::io("stat", path)(error)),
+    }
 }
 
-/// Another file system, or one that is out of links to this file.
-fn needs_clone(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::CrossesDevices | ErrorKind::TooManyLinks | ErrorKind::Unsupported
-    )
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::io("remove", path)(error)),
+        Ok(()) | Err(_) => Ok(()),
+    }
 }
 
 /// In any state, also twice.

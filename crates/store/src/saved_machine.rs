@@ -61,7 +61,6 @@ struct StoredFormat {
 pub struct SavedMachine {
     pub manifest: Manifest,
     directory: PathBuf,
-    rootfs: PathBuf,
 }
 
 impl SavedMachine {
@@ -75,18 +74,13 @@ impl SavedMachine {
         self.directory.join("state")
     }
 
-    /// The root disk. A snapshot's is to be cloned; a hibernated sandbox's is the sandbox's own.
+    /// The root disk, to be cloned.
     pub fn rootfs(&self) -> PathBuf {
-        self.rootfs.clone()
+        self.directory.join("rootfs")
     }
 
-    /// `rootfs` is where the root disk lies if not beside the memory. `None` when there is nothing.
-    pub(crate) fn read(
-        directory: PathBuf,
-        rootfs: Option<PathBuf>,
-        what: &'static str,
-        id: &str,
-    ) -> Result<Option<Self>> {
+    /// `None` when there is nothing.
+    pub(crate) fn read(directory: PathBuf, what: &'static str, id: &str) -> Result<Option<Self>> {
         let unusable = |reason: String| Error::Unusable { what, id: id.to_owned(), reason };
         let path = directory.join(MANIFEST);
         let text = match fs::read(&path) {
@@ -114,9 +108,14 @@ impl SavedMachine {
                 Err(error) => return Err(unusable(format!("{name}: {error}"))),
             }
         }
-        let rootfs = rootfs.unwrap_or_else(|| directory.join("rootfs"));
-        Ok(Some(Self { manifest: stored.machine, directory, rootfs }))
+        Ok(Some(Self { manifest: stored.machine, directory }))
     }
+}
+
+/// What the host has not written of this file to its disk yet is written.
+pub fn flush(path: &Path) -> Result<()> {
+    let file = File::open(path).map_err(Error::io("open", path))?;
+    file.sync_data().map_err(Error::io("flush", path))
 }
 
 /// Being made; gone when dropped.
@@ -124,20 +123,13 @@ impl SavedMachine {
 pub struct SavedMachineDraft {
     draft: Draft,
     target: PathBuf,
-    /// Where the root disk lies if it is not to become part of it.
-    rootfs: Option<PathBuf>,
 }
 
 impl SavedMachineDraft {
-    pub(crate) fn create(
-        temporary: &Path,
-        kind: &'static str,
-        target: PathBuf,
-        rootfs: Option<PathBuf>,
-    ) -> Result<Self> {
+    pub(crate) fn create(temporary: &Path, kind: &'static str, target: PathBuf) -> Result<Self> {
         let draft = Draft::create(temporary, kind)?;
         draft.keep_others_out()?;
-        Ok(Self { draft, target, rootfs })
+        Ok(Self { draft, target })
     }
 
     fn memory(&self) -> PathBuf {
@@ -155,22 +147,39 @@ impl SavedMachineDraft {
         open.map_err(Error::io("open", self.memory()))
     }
 
+    /// As [`SavedMachineDraft::clone_memory`], of a file that may have lost its name.
+    pub fn clone_memory_of(&self, base: &File) -> Result<File> {
+        let path = self.memory();
+        let mut options = OpenOptions::new();
+        // A machine's process opens its descriptor of it once more, as a user of its own.
+        options.read(true).write(true).create_new(true).mode(0o444);
+        let file = options.open(&path).map_err(Error::io("create", &path))?;
+        clone_into(base, &file).map_err(Error::system("clone to", &path))?;
+        Ok(file)
+    }
+
     /// Empty, for writing only.
     pub fn state_file(&self) -> Result<File> {
         let open = OpenOptions::new().write(true).create_new(true).mode(0o600).open(self.state());
         open.map_err(Error::io("create", self.state()))
     }
 
-    /// The device state of a machine that is at rest already.
-    pub fn clone_state(&self, source: &Path) -> Result<()> {
+    fn clone_state(&self, source: &Path) -> Result<()> {
         clone_file(source, &self.state()).map(drop)
+    }
+
+    /// All of a machine that is at rest already.
+    pub fn clone_all_of(&self, saved: &SavedMachine) -> Result<()> {
+        self.clone_memory(&saved.memory())?;
+        self.clone_state(&saved.state())?;
+        clone_file(&saved.rootfs(), &self.draft.path().join("rootfs")).map(drop)
     }
 
     /// Clones the root disk when called, which is to be while the machine stands still.
     pub fn clone_rootfs_later(
         &self,
         source: PathBuf,
-    ) -> impl FnOnce() -> io::Result<()> + Send + 'static {
+    ) -> impl FnOnce() -> io::Result<()> + Send + use<> {
         let target = self.draft.path().join("rootfs");
         move || {
             let input = File::open(&source)?;
@@ -183,12 +192,8 @@ impl SavedMachineDraft {
 
     /// Flushes everything to the disk, and makes it visible at once. All files must be complete.
     pub fn publish(self, manifest: Manifest) -> Result<SavedMachine> {
-        let mut names = vec!["memory", "state"];
-        if self.rootfs.is_none() {
-            names.push("rootfs");
-        }
         let mut files = BTreeMap::new();
-        for name in names {
+        for name in ["memory", "state", "rootfs"] {
             let path = self.draft.path().join(name);
             let length = path.metadata().map_err(Error::io("look for", &path))?.len();
             if length == 0 {
@@ -199,8 +204,7 @@ impl SavedMachineDraft {
         }
         let stored = Stored { format: FORMAT, files, machine: manifest.clone() };
         write_manifest(self.draft.path(), &stored)?;
-        let rootfs = self.rootfs.unwrap_or_else(|| self.target.join("rootfs"));
         self.draft.publish(&self.target)?;
-        Ok(SavedMachine { manifest, directory: self.target, rootfs })
+        Ok(SavedMachine { manifest, directory: self.target })
     }
 }

@@ -12,7 +12,7 @@ pub use crate::saved_machine::Manifest;
 
 /// Nothing is visible before [`SavedMachineDraft::publish`].
 pub fn draft(layout: &Layout, id: &SnapshotId) -> Result<SavedMachineDraft> {
-    SavedMachineDraft::create(&layout.data_temporary(), "snapshot", layout.snapshot(id), None)
+    SavedMachineDraft::create(&layout.data_temporary(), "snapshot", layout.snapshot(id))
 }
 
 /// `None` when there is none of this id.
@@ -20,7 +20,7 @@ pub fn draft(layout: &Layout, id: &SnapshotId) -> Result<SavedMachineDraft> {
 /// # Errors
 /// [`Error::Unusable`] when its files are damaged or of a newer version.
 pub fn get(layout: &Layout, id: &SnapshotId) -> Result<Option<SavedMachine>> {
-    SavedMachine::read(layout.snapshot(id), None, "snapshot", &id.to_string())
+    SavedMachine::read(layout.snapshot(id), "snapshot", &id.to_string())
 }
 
 /// Also twice. Sandboxes that run from it go on, and what others share with it stays.

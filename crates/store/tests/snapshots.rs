@@ -5,7 +5,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader, Read, Write},
-    os::unix::fs::{FileExt, MetadataExt},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::{Duration, Instant},
@@ -15,7 +15,7 @@ use api::{SandboxId, SnapshotId};
 use pool::{Xfs, is_empty, layout, write_at};
 use store::{
     Digest, Error, Layout,
-    sandbox_files::{MemoryKept, SandboxFiles},
+    sandbox_files::SandboxFiles,
     snapshot::{self, Manifest, Sizes},
     sweep,
 };
@@ -240,37 +240,7 @@ fn a_full_disk_is_told_and_leaves_nothing_half_made() {
 }
 
 #[test]
-fn the_memory_of_a_running_machine_outlives_its_bake_as_the_same_file() {
-    let xfs = Xfs::mount();
-    let (layout, base) = (xfs.layout(), Base::write(&xfs.path()));
-    let files = SandboxFiles::create(&layout, &SandboxId::random()).unwrap();
-    assert_eq!(files.link_memory(&base.memory).unwrap(), MemoryKept::SameFile);
-    let inode = |path: &Path| path.metadata().unwrap().ino();
-    assert_eq!(inode(&files.memory()), inode(&base.memory));
-    // Again, as after a wake from elsewhere; the same source, too.
-    let other = xfs.path().join("other");
-    fs::write(&other, "other").unwrap();
-    files.link_memory(&base.memory).unwrap();
-    files.link_memory(&other).unwrap();
-    fs::remove_file(&other).unwrap();
-    assert_eq!(fs::read(files.memory()).unwrap(), b"other");
-    assert!(base.memory.exists());
-    files.remove_memory().unwrap();
-    files.remove_memory().unwrap();
-    assert!(!files.memory().exists());
-}
-
-#[test]
-fn memory_on_another_file_system_is_copied() {
-    let (xfs, elsewhere) = (Xfs::mount(), tempfile::tempdir().unwrap());
-    let (layout, base) = (xfs.layout(), Base::write(elsewhere.path()));
-    let files = SandboxFiles::create(&layout, &SandboxId::random()).unwrap();
-    assert_eq!(files.link_memory(&base.memory).unwrap(), MemoryKept::Copied);
-    assert!(fs::read(files.memory()).unwrap() == fs::read(&base.memory).unwrap());
-}
-
-#[test]
-fn a_hibernated_machine_has_its_sandbox_s_own_disk() {
+fn a_hibernated_machine_is_whole_beside_its_sandbox_s_disk() {
     let directory = tempfile::tempdir().unwrap();
     let (layout, base) = (layout(directory.path()), Base::write(directory.path()));
     let files = SandboxFiles::create(&layout, &SandboxId::random()).unwrap();
@@ -280,26 +250,25 @@ fn a_hibernated_machine_has_its_sandbox_s_own_disk() {
         let draft = files.hibernation_draft().unwrap();
         draft.clone_memory(&base.memory).unwrap();
         draft.state_file().unwrap().write_all(content.as_bytes()).unwrap();
+        draft.clone_rootfs_later(files.rootfs())().unwrap();
         draft.publish(manifest()).unwrap();
         let hibernated = files.hibernation().unwrap().unwrap();
         assert_eq!(fs::read_to_string(hibernated.state()).unwrap(), content);
-        assert_eq!((hibernated.rootfs(), hibernated.manifest), (files.rootfs(), manifest()));
+        assert_eq!(hibernated.manifest, manifest());
+        assert_eq!(fs::read(hibernated.rootfs()).unwrap(), fs::read(files.rootfs()).unwrap());
     }
 
     // A snapshot of it needs no machine.
     let (id, hibernated) = (SnapshotId::random(), files.hibernation().unwrap().unwrap());
     let draft = snapshot::draft(&layout, &id).unwrap();
-    draft.clone_memory(&hibernated.memory()).unwrap();
-    draft.clone_state(&hibernated.state()).unwrap();
-    draft.clone_rootfs_later(hibernated.rootfs())().unwrap();
+    draft.clone_all_of(&hibernated).unwrap();
     let taken = draft.publish(hibernated.manifest.clone()).unwrap();
     assert_eq!(fs::read_to_string(taken.state()).unwrap(), "second");
 
-    files.link_memory(&hibernated.memory()).unwrap();
     files.remove_hibernation().unwrap();
     files.remove_hibernation().unwrap();
     assert!(files.hibernation().unwrap().is_none());
-    assert!(files.rootfs().exists() && files.memory().exists());
+    assert!(files.rootfs().exists());
     assert!(is_empty(&layout.data_temporary()));
 }
 

@@ -1,10 +1,13 @@
 //! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
 
+mod events;
 mod keys;
 mod sandboxes;
+mod snapshots;
 mod templates;
 #[cfg(test)]
 pub(crate) mod testing;
+mod volumes;
 
 use std::time::Duration;
 
@@ -17,9 +20,12 @@ use sqlx::{
 };
 
 pub(crate) use self::{
+    events::EventRow,
     keys::KeyRow,
     sandboxes::SandboxRow,
+    snapshots::SnapshotRow,
     templates::{BuildRow, TemplateRow},
+    volumes::{AttachmentRow, Claim, VolumeRow},
 };
 use crate::Error;
 
@@ -27,6 +33,7 @@ use crate::Error;
 const MIGRATIONS: &[(i64, &str, &str)] = &[
     (1, "foundation", include_str!("migrations/0001_foundation.sql")),
     (2, "network", include_str!("migrations/0002_network.sql")),
+    (3, "state", include_str!("migrations/0003_state.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.
@@ -172,6 +179,7 @@ mod tests {
                 account: api::AccountId::default_account(),
                 template: "base".parse().unwrap(),
                 bake: "key".to_owned(),
+                from_snapshot: None,
                 cpu: 2,
                 memory_mb: 2048,
                 disk_mb: 10_240,
@@ -182,6 +190,8 @@ mod tests {
                 created_at: 1_700_000_000_123,
                 ttl_seconds: Some(3600),
                 expires_at: None,
+                ttl_left_ms: None,
+                idle_seconds: None,
                 slot: None,
                 boot_ms: 0,
                 error: None,
@@ -193,7 +203,13 @@ mod tests {
                 assert_eq!(read.len(), 1);
                 let tell = |row: &SandboxRow| {
                     let numbers = (row.cpu, row.memory_mb, row.disk_mb, row.boot_ms, row.slot);
-                    let times = (row.created_at, row.ttl_seconds, row.expires_at);
+                    let times = (
+                        row.created_at,
+                        row.ttl_seconds,
+                        row.expires_at,
+                        row.ttl_left_ms,
+                        row.idle_seconds,
+                    );
                     let maps = (row.metadata.clone(), row.environment.clone());
                     let states = (row.state, row.target, row.error.clone());
                     let network = (row.network.clone(), row.past_traffic);
@@ -210,6 +226,8 @@ mod tests {
                 state: State::Running,
                 ttl_seconds: None,
                 expires_at: Some(9),
+                ttl_left_ms: Some(8),
+                idle_seconds: Some(7),
                 slot: Some(1023),
                 boot_ms: 150,
                 error: Some("why".to_owned()),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use api::{AccountId, NetworkPolicy, SandboxId, TemplateName};
+use api::{AccountId, NetworkPolicy, SandboxId, SnapshotId, TemplateName};
 use machine::network::Traffic;
 use serde::Serialize;
 use sqlx::{Row as _, any::AnyRow};
@@ -21,6 +21,7 @@ pub(crate) struct SandboxRow {
     pub(crate) template: TemplateName,
     /// The bake its machine was restored from; decides whether a running one can be found again.
     pub(crate) bake: String,
+    pub(crate) from_snapshot: Option<SnapshotId>,
     pub(crate) cpu: u32,
     pub(crate) memory_mb: u64,
     pub(crate) disk_mb: u64,
@@ -32,6 +33,10 @@ pub(crate) struct SandboxRow {
     pub(crate) ttl_seconds: Option<u64>,
     /// A steady time; see [`crate::clock`].
     pub(crate) expires_at: Option<i64>,
+    /// Milliseconds that were left when the time to live began to stand still.
+    pub(crate) ttl_left_ms: Option<i64>,
+    /// Unused for so long, it hibernates.
+    pub(crate) idle_seconds: Option<u64>,
     /// Which of the host's slots (namespace, uid, directory) its machine has.
     pub(crate) slot: Option<u16>,
     pub(crate) boot_ms: u64,
@@ -42,12 +47,13 @@ pub(crate) struct SandboxRow {
 }
 
 const COLUMNS: &str = "id, account, template, bake, cpu, memory_mb, disk_mb, state, target, metadata, environment, \
-     created_at, ttl_seconds, expires_at, slot, boot_ms, error, network, sent_bytes, received_bytes";
+     created_at, ttl_seconds, expires_at, slot, boot_ms, error, network, sent_bytes, received_bytes, from_snapshot, \
+     ttl_left_ms, idle_seconds";
 
 impl Db {
     pub(crate) async fn insert_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
         sqlx::query(&format!(
-            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)"
+            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)"
         ))
         .bind(row.id.to_string())
         .bind(row.account.as_str())
@@ -69,6 +75,9 @@ impl Db {
         .bind(json(&row.network))
         .bind(signed(row.past_traffic.sent_bytes)?)
         .bind(signed(row.past_traffic.received_bytes)?)
+        .bind(row.from_snapshot.map(|id| id.to_string()))
+        .bind(row.ttl_left_ms)
+        .bind(row.idle_seconds.map(signed).transpose()?)
         .execute(self.pool())
         .await?;
         Ok(())
@@ -78,7 +87,8 @@ impl Db {
     pub(crate) async fn update_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
         sqlx::query(
             "UPDATE sandboxes SET state = $2, target = $3, metadata = $4, ttl_seconds = $5, expires_at = $6, slot = $7, \
-             boot_ms = $8, error = $9, network = $10, sent_bytes = $11, received_bytes = $12 WHERE id = $1",
+             boot_ms = $8, error = $9, network = $10, sent_bytes = $11, received_bytes = $12, ttl_left_ms = $13, \
+             idle_seconds = $14 WHERE id = $1",
         )
         .bind(row.id.to_string())
         .bind(row.state.name())
@@ -92,6 +102,8 @@ impl Db {
         .bind(json(&row.network))
         .bind(signed(row.past_traffic.sent_bytes)?)
         .bind(signed(row.past_traffic.received_bytes)?)
+        .bind(row.ttl_left_ms)
+        .bind(row.idle_seconds.map(signed).transpose()?)
         .execute(self.pool())
         .await?;
         Ok(())
@@ -144,6 +156,12 @@ fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
             sent_bytes: unsigned(number("sent_bytes")?)?,
             received_bytes: unsigned(number("received_bytes")?)?,
         },
+        from_snapshot: row
+            .try_get::<Option<String>, _>("from_snapshot")?
+            .map(|id| id.parse().map_err(|_| unread("snapshot")))
+            .transpose()?,
+        ttl_left_ms: maybe("ttl_left_ms")?,
+        idle_seconds: maybe("idle_seconds")?.map(unsigned).transpose()?,
     })
 }
 

@@ -127,7 +127,7 @@ fn kept_alive(
 }
 
 async fn run_to_end(place: Place, request: ExecRequest) -> Result<(ExecResult, Held), Error> {
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox)?;
+    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
     // Refused now or never: once the command runs, what it prints is cut where there is no more memory for it.
     let mut held = place.app.buffers.hold(HELD_AT_FIRST)?;
     let mut watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
@@ -166,7 +166,7 @@ pub(super) async fn stream(
     Kept(request, held): Kept<ExecRequest, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let place = Place { app, account: caller.account, sandbox: id };
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox)?;
+    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
     let watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
     let mut response = sse::response(events(place, watch));
     // Standard input is given to the command bit by bit.

@@ -5,7 +5,7 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-use api::{DirListing, FileEntry, FileKind, FileWritten};
+use api::{DirListing, FileEntry, FileKind, FileWritten, SandboxId, Scope};
 use axum::{
     body::Body,
     extract::State,
@@ -43,6 +43,14 @@ const LONGEST_PATH: usize = 4096;
 const LONGEST_OWNER: usize = 128;
 const DEEPEST: u32 = 64;
 
+/// Reading is for both scopes; waking what hibernates is a change.
+async fn to_look(app: &App, caller: &Caller, id: &SandboxId) -> Result<Running, Error> {
+    match caller.scope {
+        Scope::Full => app.sandboxes.running(&caller.account, id).await,
+        Scope::Read => app.sandboxes.running_already(&caller.account, id),
+    }
+}
+
 /// The file's bytes. `Range`, `If-Range` and `If-None-Match` work.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs", tag = "files",
     params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes")),
@@ -64,7 +72,7 @@ pub(super) async fn read(
             .and_then(|value| value.to_str().ok().map(str::to_owned)),
     };
     let explain = |error| app.sandboxes.explain(&caller.account, &id, error);
-    let running = app.sandboxes.running(&caller.account, &id)?;
+    let running = to_look(&app, &caller, &id).await?;
     match running.read_file(request).await.map_err(explain)? {
         Read::Content(content) => content_response(app, content),
         Read::NotModified(etag) => {
@@ -122,7 +130,7 @@ pub(super) async fn write(
     let outcome = async {
         let request = write_request(&query, &headers)?;
         let path = String::from_utf8_lossy(&request.path).into_owned();
-        let running = app.sandboxes.running(&caller.account, &id)?;
+        let running = app.sandboxes.running(&caller.account, &id).await?;
         Ok::<_, Error>((path, write_content(&running, request, &mut upload).await?))
     };
     match outcome.await {
@@ -188,7 +196,8 @@ pub(super) async fn delete(
 ) -> Result<StatusCode, Error> {
     let path = path_in(&query)?;
     app.sandboxes
-        .running(&caller.account, &id)?
+        .running(&caller.account, &id)
+        .await?
         .delete_file(path)
         .await
         .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
@@ -214,9 +223,8 @@ pub(super) async fn list(
     }
     let shown_path =
         serde_json::to_string(&String::from_utf8_lossy(&path)).map_err(Error::internal)?;
-    let entries = app
-        .sandboxes
-        .running(&caller.account, &id)?
+    let entries = to_look(&app, &caller, &id)
+        .await?
         .list_directory(path, depth)
         .await
         .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
@@ -270,8 +278,8 @@ pub(super) async fn stat(
 ) -> Result<Output<FileEntry>, Error> {
     let path = path_in(&query)?;
     Ok(ok(shown(
-        &app.sandboxes
-            .running(&caller.account, &id)?
+        &to_look(&app, &caller, &id)
+            .await?
             .stat_file(path)
             .await
             .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?,

@@ -31,7 +31,7 @@ pub(super) async fn read(
     query: Query,
 ) -> Result<Response, Error> {
     let wanted = wanted(&query)?;
-    let mut reader = app.sandboxes.running(&caller.account, &id)?.logs.reader();
+    let mut reader = app.sandboxes.logs(&caller.account, &id)?.reader();
     if query.flag("follow", false)? {
         return Ok(sse::response(follow(reader, wanted)));
     }

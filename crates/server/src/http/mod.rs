@@ -5,9 +5,11 @@ mod body;
 mod connections;
 mod edge;
 mod etag;
+mod events;
 mod execs;
 mod fields;
 mod files;
+mod forks;
 mod held;
 mod keys;
 mod logs;
@@ -17,12 +19,15 @@ mod range;
 mod rate;
 mod sandboxes;
 mod server;
+mod snapshots;
 mod sse;
 mod stopping;
 mod templates;
 #[cfg(test)]
 mod tests;
+mod transitions;
 mod upload;
+mod volumes;
 
 use std::sync::Arc;
 
@@ -70,6 +75,27 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Full,    routes!(sandboxes::update_lifecycle)),
         (Read,    routes!(networks::get)),
         (Full,    routes!(networks::update)),
+        (Read,    routes!(events::list)),
+        (Read,    routes!(events::metrics)),
+
+        (Full,    routes!(transitions::pause)),
+        (Full,    routes!(transitions::resume)),
+        (Full,    routes!(transitions::hibernate)),
+        (Full,    routes!(transitions::wake)),
+        (Full,    routes!(forks::fork)),
+        (Full,    routes!(forks::fork_tree)),
+        (Full,    routes!(forks::promote)),
+
+        (Full,    routes!(snapshots::create)),
+        (Read,    routes!(snapshots::list)),
+        (Read,    routes!(snapshots::get)),
+        (Full,    routes!(snapshots::delete)),
+
+        (Full,    routes!(volumes::create)),
+        (Read,    routes!(volumes::list)),
+        (Read,    routes!(volumes::get)),
+        (Full,    routes!(volumes::update)),
+        (Full,    routes!(volumes::delete)),
 
         (Full,    routes!(execs::run)),
         (Full,    routes!(execs::stream)),

@@ -216,6 +216,13 @@ impl Sandboxes {
                 admission.forget_measured();
                 continue;
             }
+            if shortage == Shortage::Memory
+                && Instant::now() < until
+                && self.hibernate_for_room().await
+            {
+                admission.forget_measured();
+                continue;
+            }
             if !shortage.may_pass() || Instant::now() >= until {
                 tracing::warn!(short = shortage.name(), "refused a create");
                 *locked(&admission.ledger).refused.entry(shortage.name()).or_default() += 1;

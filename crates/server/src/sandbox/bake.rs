@@ -1,6 +1,6 @@
 //! Bakes: a template booted once in a given size, brought to rest, and saved. Every create restores one.
 
-use std::{fs::File, path::PathBuf, sync::Arc, time::Duration};
+use std::{fs::File, sync::Arc, time::Duration};
 
 use api::ExecRequest;
 use machine::{
@@ -15,8 +15,8 @@ use store::{
     template::Template,
 };
 
-use super::{Running, exec::ExecEvent, site::Sites};
-use crate::{Error, shared_work::SharedWork};
+use super::{Running, exec::ExecEvent, saved::SavedMachine, site::Sites};
+use crate::{Error, blocking::blocking, shared_work::SharedWork};
 
 /// A create waits so long for its size to be baked: the clients give up after 30 s.
 pub(crate) const BAKE_PATIENCE: Duration = Duration::from_secs(20);
@@ -29,30 +29,6 @@ const KEPT_BYTES: u64 = 20 << 30;
 /// Of what a failed one printed, for the log.
 const WARM_UP_OUTPUT: usize = 4096;
 const REST_DEADLINE: Duration = Duration::from_secs(30);
-
-/// A saved machine. Immutable; shared by all its clones.
-pub(crate) struct Baked {
-    pub(crate) key: String,
-    pub(crate) spec: MachineSpec,
-    /// Of the root disk that was baked. A clone's may be larger, never smaller.
-    pub(crate) disk_bytes: u64,
-    files: Bake,
-}
-
-impl Baked {
-    /// Opened for reading only: clones map it privately.
-    pub(crate) fn memory(&self) -> Result<File, Error> {
-        File::open(self.files.memory()).map_err(Error::internal)
-    }
-
-    pub(crate) fn state(&self) -> Result<File, Error> {
-        File::open(self.files.state()).map_err(Error::internal)
-    }
-
-    pub(crate) fn rootfs(&self) -> PathBuf {
-        self.files.rootfs()
-    }
-}
 
 /// What a size is made of.
 #[derive(Debug, Clone)]
@@ -69,7 +45,7 @@ pub(crate) struct Bakes {
     kernel: Kernel,
     initramfs: Initramfs,
     sites: Sites,
-    work: SharedWork<Arc<Baked>>,
+    work: SharedWork<Arc<SavedMachine>>,
 }
 
 impl Bakes {
@@ -95,8 +71,8 @@ impl Bakes {
         self.accelerator
     }
 
-    fn spec(&self, size: &Size) -> MachineSpec {
-        MachineSpec { shape: size.shape, accelerator: self.accelerator }
+    pub(crate) fn spec(&self, shape: Shape) -> MachineSpec {
+        MachineSpec { shape, accelerator: self.accelerator }
     }
 
     /// Puts what this template's guests are made of under names that do not change.
@@ -116,7 +92,7 @@ impl Bakes {
             self.kernel.digest,
             self.initramfs.digest,
             size.disk_mib,
-            self.spec(size).description()
+            self.spec(size.shape).description()
         )
     }
 
@@ -129,10 +105,10 @@ impl Bakes {
         template: &Template,
         size: &Size,
         patience: Duration,
-    ) -> Result<Arc<Baked>, Error> {
+    ) -> Result<Arc<SavedMachine>, Error> {
         let key = Digest::of(self.description(template, size).as_bytes());
         let baked = self.find_or_begin(&key, template, size, patience).await?;
-        if baked.files.memory().exists() {
+        if baked.is_there() {
             return Ok(baked);
         }
         // Another server of this cache made room.
@@ -146,7 +122,7 @@ impl Bakes {
         template: &Template,
         size: &Size,
         patience: Duration,
-    ) -> Result<Arc<Baked>, Error> {
+    ) -> Result<Arc<SavedMachine>, Error> {
         let busy =
             "this size of the template is being prepared for the first time; try again shortly";
         let (bakes, template, size, name) =
@@ -160,7 +136,7 @@ impl Bakes {
         key: &Digest,
         template: &Template,
         size: &Size,
-    ) -> Result<Arc<Baked>, Error> {
+    ) -> Result<Arc<SavedMachine>, Error> {
         let (layout, name) = (self.layout.clone(), key.clone());
         // Held to the end, so that another server of this cache waits for this bake instead of making its own.
         let (_lock, stored) = blocking(move || {
@@ -174,12 +150,7 @@ impl Bakes {
             Some(files) => files,
             None => self.bake(key, template, size).await?,
         };
-        Ok(Arc::new(Baked {
-            key: key.to_string(),
-            spec: self.spec(size),
-            disk_bytes: files.manifest.disk_bytes,
-            files,
-        }))
+        Ok(Arc::new(SavedMachine::of_bake(key.to_string(), self.spec(size.shape), &files)))
     }
 
     async fn bake(&self, key: &Digest, template: &Template, size: &Size) -> Result<Bake, Error> {
@@ -251,7 +222,7 @@ impl Bakes {
         let (kernel, initramfs) = (self.kernel.vmlinuz.clone(), self.initramfs.path.clone());
         let boot = Boot { kernel, initramfs, memory, root_disk, place };
         let machine =
-            self.hypervisor.boot(&self.spec(size), boot).await.map_err(Error::internal)?;
+            self.hypervisor.boot(&self.spec(size.shape), boot).await.map_err(Error::internal)?;
         let rested = self.bring_to_rest(&machine, draft, template).await;
         machine.kill().await.map_err(Error::internal)?;
         rested
@@ -277,8 +248,12 @@ impl Bakes {
 
 /// What a command touches before the save lies in every clone's page cache afterwards.
 async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
-    let inside =
-        Running { guest: guest.clone(), environment: Arc::default(), logs: Arc::default() };
+    let inside = Running {
+        guest: guest.clone(),
+        environment: Arc::default(),
+        logs: Arc::default(),
+        in_use: None,
+    };
     let request = ExecRequest {
         cmd: script.to_owned(),
         timeout_seconds: Some(WARM_UP_DEADLINE.as_secs_f64()),
@@ -304,10 +279,4 @@ async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
         }
     }
     Err(Error::internal(format!("the warm-up `{script}` did not end")))
-}
-
-async fn blocking<T: Send + 'static>(
-    work: impl FnOnce() -> store::Result<T> + Send + 'static,
-) -> Result<T, Error> {
-    tokio::task::spawn_blocking(work).await.map_err(Error::internal)?.map_err(Error::from_store)
 }

@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{AccountId, CreateSandbox, NetworkPolicy, Sandbox, SandboxId, TemplateName};
+use api::{
+    AccountId, CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName,
+    VolumeMount,
+};
 use machine::{Shape, network::Traffic};
 use store::template::Template;
 use tokio::time::Instant;
@@ -13,7 +16,8 @@ use super::{
     capacity::Need,
     driver::StartOrder,
     network,
-    registry::Entry,
+    registry::{Entry, locked},
+    saved::SavedMachine,
     state::{State, Target},
 };
 use crate::{Error, db::SandboxRow};
@@ -117,33 +121,91 @@ async fn check_fits(template: &Template, disk_mb: u64) -> Result<(), Error> {
     }
 }
 
+/// A sandbox that is still to be made: everything has been checked.
+pub(super) struct Draft {
+    pub(super) account: AccountId,
+    pub(super) template: TemplateName,
+    pub(super) saved: Arc<SavedMachine>,
+    pub(super) cpu: u32,
+    pub(super) memory_mb: u64,
+    pub(super) disk_mb: u64,
+    pub(super) metadata: BTreeMap<String, String>,
+    pub(super) environment: BTreeMap<String, String>,
+    pub(super) network: NetworkPolicy,
+    /// `None`: it lives until it is deleted.
+    pub(super) ttl_seconds: Option<u64>,
+    pub(super) from_snapshot: Option<SnapshotId>,
+    pub(super) volumes: Vec<VolumeMount>,
+    /// When it was asked for.
+    pub(super) began: Instant,
+}
+
 impl Sandboxes {
     /// # Errors
-    /// 400 names the bad field, 404 an unknown template; 503 with a time to try again: nothing was created.
+    /// 400 names the bad field, 404 an unknown template, snapshot or volume; 409 when another has a volume; 503 with a
+    /// time to try again: nothing was created.
     pub async fn create(
         self: &Arc<Self>,
         account: &AccountId,
         request: CreateSandbox,
     ) -> Result<Sandbox, Error> {
         let began = Instant::now();
-        if request.from_snapshot.is_some() {
-            return Err(Error::not_found("`from_snapshot`: there is no snapshot with this id"));
-        }
-        if request.volumes.as_ref().is_some_and(|volumes| !volumes.is_empty()) {
-            return Err(Error::not_found("`volumes`: there is no volume with this name"));
-        }
         let network = network::updated(
             NetworkPolicy::default(),
-            request.network.map(Into::into).unwrap_or_default(),
+            request.network.clone().map(Into::into).unwrap_or_default(),
             self.sites.networks.host_policy(),
             "network.",
         )?;
         let ttl = ttl_of(request.ttl_seconds, request.persistent)?;
-        let metadata = request.metadata.unwrap_or_default();
+        let metadata = request.metadata.clone().unwrap_or_default();
         check_metadata(&metadata)?;
-        let environment = request.env.unwrap_or_default();
+        let environment = request.env.clone().unwrap_or_default();
         check_environment(&environment)?;
+        let _under_way = self.pool.create_under_way();
+        let origin = match request.from_snapshot.as_deref() {
+            Some(id) => self.from_snapshot(account, id).await?,
+            None => self.from_template(account, &request, began).await?,
+        };
+        self.create_draft(Draft {
+            account: account.clone(),
+            template: origin.template,
+            saved: origin.saved,
+            cpu: origin.cpu,
+            memory_mb: origin.memory_mb,
+            disk_mb: origin.disk_mb,
+            metadata,
+            environment,
+            network,
+            ttl_seconds: ttl.unwrap_or(Some(self.default_ttl.as_secs())),
+            from_snapshot: origin.from_snapshot,
+            volumes: request.volumes.unwrap_or_default(),
+            began,
+        })
+        .await
+    }
 
+    /// The snapshot decides on template and sizes: the published clients name a template all the same.
+    async fn from_snapshot(&self, account: &AccountId, id: &str) -> Result<Origin, Error> {
+        let id = id
+            .parse()
+            .map_err(|_| Error::not_found("`from_snapshot`: there is no snapshot with this id"))?;
+        let (row, saved) = self.saved_snapshot(account, &id).await?;
+        Ok(Origin {
+            template: row.template,
+            saved,
+            cpu: row.cpu,
+            memory_mb: row.memory_mb,
+            disk_mb: row.disk_mb,
+            from_snapshot: Some(id),
+        })
+    }
+
+    async fn from_template(
+        &self,
+        account: &AccountId,
+        request: &CreateSandbox,
+        began: Instant,
+    ) -> Result<Origin, Error> {
         let name: TemplateName = request
             .template
             .as_deref()
@@ -161,8 +223,6 @@ impl Sandboxes {
             )));
         }
         let disk_mb = pick("disk_mb", " (MiB)", request.disk_mb, defaults.disk_mb, &DISK_MIB)?;
-
-        let _under_way = self.pool.create_under_way();
         let template = self.templates.built(account, &name, BAKE_PATIENCE).await?;
         if disk_mb < template.disk_mb {
             check_fits(&template, disk_mb).await?;
@@ -171,40 +231,66 @@ impl Sandboxes {
             Shape { cpus: cpu, memory_mib: u32::try_from(memory_mb).map_err(Error::internal)? };
         let size = Size { shape, disk_mib: disk_mb.min(template.disk_mb) };
         let patience = BAKE_PATIENCE.saturating_sub(began.elapsed());
-        let baked = self.bakes.get(&template, &size, patience).await?;
+        let saved = self.bakes.get(&template, &size, patience).await?;
+        Ok(Origin { template: name, saved, cpu, memory_mb, disk_mb, from_snapshot: None })
+    }
 
-        let need = Need::of_clone(memory_mb << 20);
+    /// Goes on to its end when whoever asked has gone: a volume is not left claimed for nobody.
+    pub(super) async fn create_draft(self: &Arc<Self>, draft: Draft) -> Result<Sandbox, Error> {
+        let sandboxes = Arc::clone(self);
+        self.tasks
+            .spawn(async move { sandboxes.make(draft).await })
+            .await
+            .map_err(Error::internal)?
+    }
+
+    async fn make(self: &Arc<Self>, draft: Draft) -> Result<Sandbox, Error> {
+        let Draft { saved, volumes, began, .. } = draft;
+        let need = Need::of_clone(draft.memory_mb << 20);
         let admitted = self.admit(need, BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
         let row = SandboxRow {
             id: SandboxId::random(),
-            account: account.clone(),
-            template: name,
-            bake: baked.key.clone(),
-            cpu,
-            memory_mb,
-            disk_mb,
+            account: draft.account,
+            template: draft.template,
+            bake: saved.key.clone(),
+            from_snapshot: draft.from_snapshot,
+            cpu: draft.cpu,
+            memory_mb: draft.memory_mb,
+            disk_mb: draft.disk_mb,
             state: State::Creating,
             target: Target::Running,
-            metadata,
-            environment,
+            metadata: draft.metadata,
+            environment: draft.environment,
             created_at: self.clock.now_ms(),
-            ttl_seconds: ttl.unwrap_or(Some(self.default_ttl.as_secs())),
+            ttl_seconds: draft.ttl_seconds,
             expires_at: None,
+            ttl_left_ms: None,
+            idle_seconds: None,
             slot: None,
             boot_ms: 0,
             error: None,
-            network,
+            network: draft.network,
             past_traffic: Traffic::default(),
         };
-        fault::point!("create.row_inserting", Error::internal);
-        self.db.insert_sandbox(&row).await?;
+        let attachments = self.attachments(&row.account, row.id, &volumes).await?;
+        if !attachments.is_empty() {
+            self.volumes.claim(&attachments).await?;
+        }
+        let inserted = async {
+            fault::point!("create.row_inserting", Error::internal);
+            self.db.insert_sandbox(&row).await
+        };
+        if let Err(error) = inserted.await {
+            self.volumes.free(&row.id, &attachments).await?;
+            return Err(error);
+        }
         fault::point!("create.row_inserted");
         let entry = Arc::new(Entry::new(row));
+        *locked(&entry.attachments) = attachments;
         self.registry.insert(&entry);
-        let started = entry.watch_start();
-        self.tasks.spawn(
-            Arc::clone(self).drive(Arc::clone(&entry), Some(StartOrder { baked, began, admitted })),
-        );
+        let started = entry.watch_step();
+        let order = StartOrder { saved, began, admitted };
+        self.tasks.spawn(Arc::clone(self).drive(Arc::clone(&entry), Some(order)));
         started.await.map_err(|_| Error::internal("the sandbox's driver ended"))??;
         if entry.look(|row| row.target) == Target::Deleted {
             return Err(Error::conflict("the sandbox was deleted while it was being created"));
@@ -212,6 +298,16 @@ impl Sandboxes {
         fault::point!("create.answering");
         Ok(entry.shown(&self.accelerator_name(), &self.clock))
     }
+}
+
+/// What a create starts from.
+struct Origin {
+    template: TemplateName,
+    saved: Arc<SavedMachine>,
+    cpu: u32,
+    memory_mb: u64,
+    disk_mb: u64,
+    from_snapshot: Option<SnapshotId>,
 }
 
 #[cfg(test)]

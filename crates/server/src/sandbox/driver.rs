@@ -6,9 +6,10 @@ use std::{
     time::Duration,
 };
 
+use api::EventKind;
 use machine::{
     Durability, Ended, Load, Machine, Prepared, RootDisk,
-    guest::{Guest, Network, Repair, Request},
+    guest::{Mount, Network, Repair, Request},
     network::Gate,
 };
 use store::sandbox_files::{self, SandboxFiles};
@@ -17,19 +18,18 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     admission::Admitted,
-    bake::Baked,
     network,
     pool::Ready,
-    registry::{Entry, locked},
+    registry::{self, Entry, locked},
+    saved::SavedMachine,
     site::Site,
-    state::{State, Step, Target, next_step},
+    state::{State, Step, Target, Wish, next_step, rest},
+    volumes::{Attached, Volumes},
 };
-use crate::Error;
+use crate::{Error, blocking::blocking};
 
 /// From the virtual CPU's start to the end of the repair.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(15);
-/// Before a change that the database refused is tried again.
-const DATABASE_PAUSE: Duration = Duration::from_secs(1);
 const REMOVAL_TRIES: usize = 5;
 const REMOVAL_PAUSE: Duration = Duration::from_millis(500);
 
@@ -37,43 +37,39 @@ const REMOVAL_PAUSE: Duration = Duration::from_millis(500);
 const GUEST_NETWORK: Network =
     Network { address: [10, 200, 0, 2], prefix: 30, gateway: [10, 200, 0, 1] };
 
-/// A running sandbox's machine.
+/// A sandbox's machine, running or paused.
 pub(crate) struct Inside {
     pub(crate) machine: Machine,
-    pub(crate) guest: Guest,
     pub(crate) address: Ipv4Addr,
     pub(crate) gate: Gate,
     site: Mutex<Option<Site>>,
 }
 
 impl Inside {
-    pub(crate) fn new(machine: Machine, guest: Guest, site: Site) -> Self {
+    pub(crate) fn new(machine: Machine, site: Site) -> Self {
         let (address, gate) = (site.address(), site.gate().clone());
-        Self { machine, guest, address, gate, site: Mutex::new(Some(site)) }
+        Self { machine, address, gate, site: Mutex::new(Some(site)) }
     }
 
     /// For whoever comes first.
-    fn take_site(&self) -> Option<Site> {
+    pub(super) fn take_site(&self) -> Option<Site> {
         locked(&self.site).take()
     }
 }
 
 /// What a start needs beside its row.
 pub(crate) struct StartOrder {
-    pub(crate) baked: Arc<Baked>,
+    pub(crate) saved: Arc<SavedMachine>,
     pub(crate) began: Instant,
     /// Held until the machine runs, or is given back.
     pub(crate) admitted: Admitted,
 }
 
-/// Waits for a running sandbox's machine to end by itself.
+/// Waits for a sandbox's machine to end by itself.
 async fn machine_end(entry: &Entry) -> Ended {
-    let inside = locked(&entry.inside).clone();
-    match inside {
-        Some(inside) if entry.look(|row| row.state) == State::Running => {
-            inside.machine.exited().await
-        }
-        Some(_) | None => std::future::pending().await,
+    match entry.inside() {
+        Some(inside) => inside.machine.exited().await,
+        None => std::future::pending().await,
     }
 }
 
@@ -81,28 +77,15 @@ impl Sandboxes {
     /// Runs until the sandbox is removed, or the server closes.
     pub(crate) async fn drive(self: Arc<Self>, entry: Arc<Entry>, mut order: Option<StartOrder>) {
         loop {
-            let (id, state, target) = entry.look(|row| (row.id, row.state, row.target));
+            let (state, target) = entry.look(|row| (row.state, row.target));
             match next_step(state, target) {
-                Some(Step::Start) => {
-                    let Some(order) = order.take() else {
-                        // Half-made by a server that is gone: nobody was told of it.
-                        self.give_up(&entry, Error::conflict("half-made by a server that is gone"))
-                            .await;
-                        continue;
-                    };
-                    let started = self.start(&entry, &order).await;
-                    drop(order.admitted);
-                    match started {
-                        Ok(()) => {
-                            tracing::info!(sandbox = %id, boot_ms = entry.look(|row| row.boot_ms), "running");
-                            entry.announce_start(Ok(()));
-                        }
-                        Err(error) => self.give_up(&entry, error).await,
+                Some(step) => {
+                    let turn = entry.turn.lock().await;
+                    self.take(&entry, step, &mut order).await;
+                    drop(turn);
+                    if step == Step::Remove {
+                        return;
                     }
-                }
-                Some(Step::Remove) => {
-                    self.remove(&entry).await;
-                    return;
                 }
                 None => {
                     let ended = tokio::select! {
@@ -119,43 +102,92 @@ impl Sandboxes {
         }
     }
 
+    async fn take(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        step: Step,
+        order: &mut Option<StartOrder>,
+    ) {
+        let outcome = match step {
+            Step::Start => match order.take() {
+                Some(order) => self.start(entry, order).await,
+                // Half-made by a server that is gone: nobody was told of it.
+                None => Err(Error::conflict("half-made by a server that is gone")),
+            },
+            Step::Pause => self.pause_machine(entry).await,
+            Step::Resume => self.resume_machine(entry).await,
+            Step::Hibernate => self.hibernate_machine(entry).await,
+            Step::Wake => self.wake_machine(entry).await,
+            Step::Remove => {
+                self.remove(entry).await;
+                Err(registry::not_found())
+            }
+        };
+        if let Err(error) = &outcome {
+            match step {
+                Step::Start => self.give_up(entry, error),
+                Step::Remove => {}
+                Step::Pause | Step::Resume | Step::Hibernate | Step::Wake => {
+                    self.stay(entry, step, error).await
+                }
+            }
+        }
+        entry.announce(outcome);
+    }
+
     /// A create that failed leaves nothing behind, so that it can be sent again.
-    async fn give_up(&self, entry: &Entry, error: Error) {
+    fn give_up(&self, entry: &Entry, error: &Error) {
         let id = entry.look(|row| row.id);
         tracing::warn!(sandbox = %id, %error, cause = error.causes(), "failed to start");
         entry.change(|row| {
             row.state = State::Failed;
             row.target = Target::Deleted;
         });
-        entry.announce_start(Err(error));
     }
 
-    async fn start(&self, entry: &Entry, order: &StartOrder) -> Result<(), Error> {
+    /// A step that failed left the sandbox as it was: that is its target now, unless it was told to go meanwhile.
+    async fn stay(&self, entry: &Entry, step: Step, error: &Error) {
+        let id = entry.look(|row| row.id);
+        tracing::warn!(sandbox = %id, ?step, %error, cause = error.causes(), "a step failed");
+        entry.change(|row| {
+            if row.target != Target::Deleted {
+                row.target = rest(row.state);
+            }
+        });
+        self.write_down(entry).await;
+    }
+
+    async fn start(&self, entry: &Entry, order: StartOrder) -> Result<(), Error> {
+        // Counted until it runs, or is given back.
+        let StartOrder { saved, began, admitted } = order;
+        let _admitted = admitted;
         fault::point!("create.process_taking", Error::internal);
-        let ready = self.pool.take(&order.baked).await?;
+        let Ready { site, prepared } = self.pool.take(&saved).await?;
         fault::point!("create.process_taken");
-        let Ready { site, prepared } = ready;
-        let disk_bytes = entry.look(|row| row.disk_mb) << 20;
+        let (layout, id) = (self.sites.layout.clone(), entry.look(|row| row.id));
         let _no_other_change = entry.network_changes.lock().await;
-        let policy = entry.look(|row| row.network.clone());
-        let walls = network::put_in_place(site.gate(), &policy);
-        match self.bring_up(entry, &order.baked, prepared, disk_bytes, walls).await {
-            Ok((machine, guest)) => {
+        let started = async {
+            blocking(move || SandboxFiles::create(&layout, &id)).await?;
+            self.bring_up(entry, &saved, prepared, &site, Volumes::Mounted).await
+        };
+        match started.await {
+            Ok(machine) => {
                 let slot = site.number();
-                *locked(&entry.inside) = Some(Arc::new(Inside::new(machine, guest, site)));
+                entry.put_inside(Inside::new(machine, site));
                 let now = self.clock.steady_ms();
                 entry.change(|row| {
                     row.state = State::Running;
                     row.slot = Some(slot);
-                    row.boot_ms =
-                        u64::try_from(order.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+                    row.boot_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
                     row.expires_at = row
                         .ttl_seconds
                         .map(|ttl| now.saturating_add_unsigned(ttl.saturating_mul(1000)));
                 });
                 fault::point!("create.running_writing", Error::internal);
-                self.db.update_sandbox(&entry.row()).await?;
+                self.save_row(entry).await?;
                 fault::point!("create.running_written");
+                tracing::info!(sandbox = %id, boot_ms = entry.look(|row| row.boot_ms), "running");
+                self.tell(entry, EventKind::Running, None);
                 Ok(())
             }
             Err(error) => {
@@ -166,56 +198,61 @@ impl Sandboxes {
         }
     }
 
-    async fn bring_up(
+    /// A machine of its own out of a saved one: running, repaired, with its volumes. The caller gives back the site when
+    /// this fails.
+    pub(super) async fn bring_up(
         &self,
         entry: &Entry,
-        baked: &Baked,
+        saved: &SavedMachine,
         prepared: Prepared,
-        disk_bytes: u64,
-        walls: impl Future<Output = Result<(), Error>>,
-    ) -> Result<(Machine, Guest), Error> {
-        let (layout, id, source) =
-            (self.sites.layout.clone(), entry.look(|row| row.id), baked.rootfs());
+        site: &Site,
+        volumes: Volumes,
+    ) -> Result<Machine, Error> {
+        let disk_bytes = entry.look(|row| row.disk_mb) << 20;
+        let files = SandboxFiles::of(&self.sites.layout, &entry.look(|row| row.id));
+        let rootfs = saved.rootfs();
+        let attached = self.open_volumes(entry).await?;
+        let mounts = match volumes {
+            Volumes::Mounted => attached.iter().map(Attached::mount).collect(),
+            Volumes::AsTheyWere => Vec::new(),
+        };
         let load = async {
-            let disk = tokio::task::spawn_blocking(move || {
-                SandboxFiles::create(&layout, &id)?.clone_rootfs(&source, disk_bytes)
-            })
-            .await
-            .map_err(Error::internal)?
-            .map_err(Error::from_store)?;
+            let disk = blocking(move || files.clone_rootfs(&rootfs, disk_bytes)).await?;
             let root_disk = RootDisk {
                 file: disk,
                 bytes: disk_bytes,
-                base_bytes: baked.disk_bytes,
+                base_bytes: saved.disk_bytes,
                 durability: Durability::Throwaway,
             };
-            let load = Load { state: baked.state()?, root_disk, volumes: Vec::new() };
-            prepared.load(load).await.map_err(Error::internal)
+            let volumes = attached.into_iter().map(Attached::into_disk).collect();
+            let load = Load { state: saved.state()?, root_disk, volumes };
+            prepared.load(load).await.map_err(not_started)
         };
+        let policy = entry.look(|row| row.network.clone());
         // Both before the guest's first step.
-        let (machine, ()) = tokio::try_join!(load, walls)?;
+        let (machine, ()) = tokio::try_join!(load, network::put_in_place(site.gate(), &policy))?;
         fault::point!("create.resuming", Error::internal);
-        machine.resume().await.map_err(Error::internal)?;
+        machine.resume().await.map_err(not_started)?;
         fault::point!("create.guest_connecting", Error::internal);
-        let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(Error::internal)?;
-        let repair = self.repair(entry, disk_bytes > baked.disk_bytes);
+        let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(not_started)?;
+        let repair = self.repair(entry, disk_bytes > saved.disk_bytes, mounts);
         fault::point!("create.repairing", Error::internal);
-        guest.call(Request::Repair(repair), ANSWER_DEADLINE).await.map_err(Error::internal)?;
+        guest.call(Request::Repair(repair), ANSWER_DEADLINE).await.map_err(not_started)?;
         fault::point!("create.repaired");
-        Ok((machine, guest))
+        Ok(machine)
     }
 
-    fn repair(&self, entry: &Entry, grow_root: bool) -> Repair {
+    fn repair(&self, entry: &Entry, grow_root: bool, volumes: Vec<Mount>) -> Repair {
         let id = entry.look(|row| row.id).to_string();
         Repair {
             entropy: rand::random(),
-            unix_time_ns: u64::try_from(self.clock.now_ms()).unwrap_or(0).saturating_mul(1_000_000),
+            unix_time_ns: self.clock.now_ns(),
             // Short enough for a prompt, long enough to tell sandboxes apart.
             host_name: format!("sandbox-{}", id.get(..8).unwrap_or(&id)),
             machine_id: uuid::Uuid::new_v4().simple().to_string(),
             network: GUEST_NETWORK,
             grow_root,
-            volumes: Vec::new(),
+            volumes,
         }
     }
 
@@ -230,25 +267,30 @@ impl Sandboxes {
         };
         // The disk is kept; nothing else is needed any longer.
         let gone = self.past_traffic.take_inside(entry);
+        let kind = if state == State::Stopped { EventKind::Stopped } else { EventKind::Failed };
+        self.tell(entry, kind, error.clone());
         entry.change(|row| {
             row.state = state;
             row.slot = None;
             row.error = error;
         });
         self.write_down(entry).await;
+        entry.announce(entry.accept(Wish::Inside, self.clock.steady_ms()));
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
             site.remove().await;
+        }
+        if state == State::Failed {
+            self.release_volumes(entry).await;
         }
         self.admission.look_again();
     }
 
     /// A change that is true already has to reach its row, however long the database is away.
-    async fn write_down(&self, entry: &Entry) {
-        while let Err(error) = self.db.update_sandbox(&entry.row()).await {
+    pub(super) async fn write_down(&self, entry: &Entry) {
+        while let Err(error) = self.save_row(entry).await {
             tracing::error!(sandbox = %entry.look(|row| row.id), cause = error.causes(), "failed to write a sandbox's row");
-            tokio::select! {
-                () = tokio::time::sleep(DATABASE_PAUSE) => {}
-                () = self.closed.cancelled() => return,
+            if !self.pause_for_database().await {
+                return;
             }
         }
     }
@@ -273,6 +315,9 @@ impl Sandboxes {
 
     async fn remove(self: &Arc<Self>, entry: &Arc<Entry>) {
         let id = entry.look(|row| row.id);
+        if let Some(inside) = entry.inside() {
+            self.flush_volumes(entry, &inside).await;
+        }
         let gone = self.past_traffic.take_inside(entry);
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
             fault::point!("delete.machine_ending");
@@ -280,20 +325,40 @@ impl Sandboxes {
             fault::point!("delete.machine_ended");
             self.tasks.spawn(site.remove_network());
         }
+        self.release_volumes(entry).await;
         self.remove_files(entry).await;
         fault::point!("delete.disk_removed");
         self.admission.look_again();
         while let Err(error) = self.db.delete_sandbox(&id).await {
             tracing::error!(sandbox = %id, cause = error.causes(), "failed to delete a sandbox's row");
-            tokio::select! {
-                () = tokio::time::sleep(DATABASE_PAUSE) => {}
-                () = self.closed.cancelled() => return,
+            if !self.pause_for_database().await {
+                return;
             }
         }
         fault::point!("delete.row_deleted");
+        if let Err(error) = self.db.delete_events(&id).await {
+            tracing::warn!(sandbox = %id, cause = error.causes(), "failed to delete what happened to a sandbox");
+        }
         self.registry.remove(&id);
+        self.leave_tree(entry).await;
         entry.logs.close();
         entry.removed.send_replace(true);
         tracing::info!(sandbox = %id, "deleted");
+    }
+}
+
+/// Nothing was created then. A host that is too busy to start a machine in time may be asked again.
+fn not_started(error: machine::Error) -> Error {
+    match error {
+        machine::Error::Refused(failure) => failure.into(),
+        machine::Error::Silent => {
+            Error::busy("the host is too busy to start a sandbox; try again shortly", 5)
+                .because(error)
+        }
+        machine::Error::Locked { .. } => Error::conflict(
+            "a volume of this sandbox is still in use by another machine; try again shortly",
+        )
+        .because(error),
+        other => Error::internal(other),
     }
 }

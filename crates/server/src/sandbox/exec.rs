@@ -14,6 +14,7 @@ use tokio::time::Instant;
 use super::{
     Logs, Running, check_environment,
     logs::{LogWriter, Output},
+    usage::{InUse, Usage},
 };
 use crate::Error;
 
@@ -53,6 +54,8 @@ struct Watched {
     log: LogWriter,
     /// When the command must have ended, if it has a timeout.
     deadline: Option<Instant>,
+    /// A command that runs is use of its sandbox, whether someone watches it or not.
+    _in_use: Option<Arc<InUse>>,
 }
 
 impl Running {
@@ -71,8 +74,14 @@ impl Running {
             tokio::spawn(feed(Arc::clone(&stream), Bytes::from(stdin)));
         }
         let deadline = timeout.map(|timeout| Instant::now() + timeout + PATIENCE);
-        let watched =
-            Watched { id, guest: self.guest.clone(), stream, log: self.logs.writer(), deadline };
+        let watched = Watched {
+            id,
+            guest: self.guest.clone(),
+            stream,
+            log: self.logs.writer(),
+            deadline,
+            _in_use: self.in_use.clone(),
+        };
         let mut watch = ExecWatch { watched: Some(watched) };
         match tokio::time::timeout(START_DEADLINE, watch.started()).await {
             Ok(outcome) => outcome.map(|()| watch),
@@ -83,7 +92,11 @@ impl Running {
 
 /// After a restart: what the commands of an earlier server printed and will print goes into the log, and each is
 /// forgotten at its end.
-pub(crate) async fn watch_again(guest: &Guest, logs: &Arc<Logs>) -> Result<(), Error> {
+pub(crate) async fn watch_again(
+    guest: &Guest,
+    logs: &Arc<Logs>,
+    usage: &Arc<Usage>,
+) -> Result<(), Error> {
     let Reply::Execs(execs) = guest.call(Request::ExecList, LIST_DEADLINE).await? else {
         return Err(machine::Error::Misbehaved("a list of execs was something else").into());
     };
@@ -91,7 +104,9 @@ pub(crate) async fn watch_again(guest: &Guest, logs: &Arc<Logs>) -> Result<(), E
         let request = Request::ExecWatch { id: id.clone(), stdout_offset: 0, stderr_offset: 0 };
         let stream = Arc::new(guest.open(request)?);
         let log = logs.writer();
-        let watched = Watched { id, guest: guest.clone(), stream, log, deadline: None };
+        let in_use = Some(Arc::new(usage.begin()));
+        let watched =
+            Watched { id, guest: guest.clone(), stream, log, deadline: None, _in_use: in_use };
         // Watched by nobody but the log.
         drop(ExecWatch { watched: Some(watched) });
     }

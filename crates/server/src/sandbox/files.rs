@@ -1,6 +1,6 @@
 //! Files of a sandbox, streamed both ways: nothing here holds a whole one.
 
-use std::{fmt::Display, time::Duration};
+use std::{fmt::Display, sync::Arc, time::Duration};
 
 use api::ErrorCode;
 use bytes::Bytes;
@@ -9,7 +9,7 @@ use machine::guest::{
     self, Channel, Entry, Event, FileHead, FileRead, FileWrite, PathBytes, Reply, Request,
 };
 
-use super::Running;
+use super::{Running, usage::InUse};
 use crate::Error;
 
 /// For the next piece of an answer, and for the guest's disk to take what was written.
@@ -33,6 +33,7 @@ pub struct FileContent {
     pub head: FileHead,
     stream: guest::Stream,
     left: u64,
+    _in_use: Option<Arc<InUse>>,
 }
 
 impl FileContent {
@@ -57,6 +58,7 @@ impl FileContent {
 
 /// The entries of a directory in the guest's order, in batches.
 pub struct DirEntries {
+    _in_use: Option<Arc<InUse>>,
     stream: guest::Stream,
     first: Option<Vec<Entry>>,
 }
@@ -91,7 +93,8 @@ impl Running {
         let stream = self.guest.open(Request::FileRead(request))?;
         match next_raw(&stream).await {
             Ok(Some(Event::Reply(Reply::File(head)))) => {
-                Ok(Read::Content(FileContent { left: head.length, head, stream }))
+                let in_use = self.in_use.clone();
+                Ok(Read::Content(FileContent { left: head.length, head, stream, _in_use: in_use }))
             }
             Ok(_) => Err(machine::Error::Misbehaved("a file did not begin with its head").into()),
             Err(machine::Error::Refused(failure))
@@ -178,9 +181,11 @@ impl Running {
         let stream = self.guest.open(Request::DirList { path, depth })?;
         match next(&stream).await? {
             Some(Event::Reply(Reply::Entries(entries))) => {
-                Ok(DirEntries { stream, first: Some(entries) })
+                Ok(DirEntries { _in_use: self.in_use.clone(), stream, first: Some(entries) })
             }
-            Some(Event::Finished) | None => Ok(DirEntries { stream, first: Some(Vec::new()) }),
+            Some(Event::Finished) | None => {
+                Ok(DirEntries { _in_use: self.in_use.clone(), stream, first: Some(Vec::new()) })
+            }
             Some(Event::Reply(_) | Event::Data(..)) => {
                 Err(machine::Error::Misbehaved("a listing began with something else").into())
             }

@@ -7,19 +7,31 @@ mod bake;
 mod capacity;
 mod create;
 mod driver;
+mod events;
 mod exec;
 mod expiry;
+mod figures;
 mod files;
+mod fork;
+mod hibernation;
 mod host_memory;
+mod idle;
 mod logs;
 mod network;
+mod pausing;
 mod pool;
 mod recovery;
 mod registry;
+mod saved;
+mod saving;
 mod site;
+mod snapshots;
 mod state;
 #[cfg(test)]
 mod testing;
+mod transition;
+mod usage;
+mod volumes;
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,13 +45,16 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 #[cfg(test)]
 pub(crate) use self::exec::watch_again;
-use self::{admission::Admission, create::ttl_of, host_memory::HostMemory, state::Wish};
+use self::{
+    admission::Admission, create::ttl_of, events::Events, host_memory::HostMemory, state::Wish,
+    usage::InUse,
+};
 pub(crate) use self::{
     bake::{Bakes, Size},
     capacity::Limits,
     create::{DEFAULT_TEMPLATE, check_environment},
     pool::Pool,
-    registry::Registry,
+    registry::{Registry, locked},
     site::{Sites, Slots, uids},
     state::{State, Target},
 };
@@ -48,12 +63,15 @@ pub use self::{
     files::{DirEntries, FileContent, Read, Written, too_large},
     logs::{Line, LogReader, Logs, Output},
 };
-use crate::{Error, clock::Clock, db::Db, template::Templates};
+use crate::{Error, clock::Clock, db::Db, template::Templates, volume::Volumes};
 
 /// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
 const DELETE_DEADLINE: Duration = Duration::from_secs(60);
 /// Of a server that is asked to stop. What is then still under way is found half-made by the next start, as after a crash.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
+/// Before a change that the database refused is tried again.
+const DATABASE_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_IDLE: u64 = 30 * 86_400;
 /// A list's page, when the client names no size, is everything; named, it is at most this.
 const LONGEST_PAGE: usize = 1000;
 
@@ -66,6 +84,8 @@ pub struct Sandboxes {
     bakes: Arc<Bakes>,
     pool: Arc<Pool>,
     sites: Sites,
+    volumes: Arc<Volumes>,
+    events: Events,
     admission: Arc<Admission>,
     past_traffic: network::PastTraffic,
     tasks: TaskTracker,
@@ -80,6 +100,7 @@ pub(crate) struct Parts {
     pub(crate) bakes: Arc<Bakes>,
     pub(crate) pool: Arc<Pool>,
     pub(crate) sites: Sites,
+    pub(crate) volumes: Arc<Volumes>,
 }
 
 /// A list's filter.
@@ -98,6 +119,8 @@ pub struct Running {
     /// Of the create; given to every command.
     pub environment: Arc<BTreeMap<String, String>>,
     pub logs: Arc<Logs>,
+    /// As long as this lives, the sandbox is in use. `None`: no sandbox yet.
+    pub(crate) in_use: Option<Arc<InUse>>,
 }
 
 impl Sandboxes {
@@ -113,6 +136,10 @@ impl Sandboxes {
             pool = room.total_bytes,
             "measured the host"
         );
+        let (events, waiting) = Events::new(&parts.clock);
+        let tasks = TaskTracker::new();
+        let closed = CancellationToken::new();
+        tasks.spawn(events::write(parts.db.clone(), waiting, closed.clone()));
         Ok(Arc::new(Self {
             db: parts.db,
             clock: parts.clock,
@@ -122,10 +149,12 @@ impl Sandboxes {
             bakes: parts.bakes,
             pool: parts.pool,
             sites: parts.sites,
+            volumes: parts.volumes,
+            events,
             admission: Admission::new(limits),
             past_traffic: network::PastTraffic::default(),
-            tasks: TaskTracker::new(),
-            closed: CancellationToken::new(),
+            tasks,
+            closed,
         }))
     }
 
@@ -202,7 +231,7 @@ impl Sandboxes {
             entry.change(|row| row.target = Target::Deleted);
             entry.target_changed.notify_one();
             fault::point!("delete.target_writing", Error::internal);
-            self.db.update_sandbox(&entry.row()).await?;
+            self.save_row(entry).await?;
             fault::point!("delete.target_written");
         }
         Ok(())
@@ -217,6 +246,7 @@ impl Sandboxes {
             persistent: sandbox.persistent,
             ttl_seconds: sandbox.ttl_seconds,
             expires_at: sandbox.expires_at,
+            idle_seconds: self.registry.find(account, id)?.look(|row| row.idle_seconds),
         })
     }
 
@@ -233,9 +263,7 @@ impl Sandboxes {
         let entry = self.registry.find(account, id)?;
         let now = self.clock.steady_ms();
         entry.accept(Wish::Change, now)?;
-        if update.idle_seconds.is_some() {
-            return Err(Error::invalid("`idle_seconds` is not available yet; leave it out"));
-        }
+        let idle = update.idle_seconds.map(idle_of).transpose()?;
         let ttl = match ttl_of(update.ttl_seconds, update.persistent)? {
             Some(ttl) => Some(ttl),
             // No longer persistent, with no word on how long.
@@ -246,28 +274,56 @@ impl Sandboxes {
             }
             None => None,
         };
-        if let Some(ttl) = ttl {
-            entry.change(|row| {
-                row.ttl_seconds = ttl;
-                row.expires_at =
-                    ttl.map(|ttl| now.saturating_add_unsigned(ttl.saturating_mul(1000)));
-            });
-            self.db.update_sandbox(&entry.row()).await?;
+        if ttl.is_none() && idle.is_none() {
+            return self.lifecycle(account, id);
         }
+        entry.change(|row| {
+            if let Some(idle) = idle {
+                row.idle_seconds = idle;
+            }
+            if let Some(ttl) = ttl {
+                row.ttl_seconds = ttl;
+                let left = ttl.map(|ttl| 0_i64.saturating_add_unsigned(ttl.saturating_mul(1000)));
+                row.expires_at = left.map(|left| now.saturating_add(left));
+                row.ttl_left_ms = None;
+                if matches!(row.state, State::Paused | State::Hibernated) {
+                    pausing::hold_ttl(row, now);
+                }
+            }
+        });
+        self.save_row(&entry).await?;
         self.lifecycle(account, id)
     }
 
+    /// A hibernated one is woken first.
+    ///
     /// # Errors
     /// 404 when it is not theirs, gone, or expired; 409 or 503 when it is not running, with the way out.
-    pub fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
+    pub async fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
         let entry = self.registry.find(account, id)?;
+        let in_use = self.awake(&entry).await?;
+        inside_of(&entry, in_use)
+    }
+
+    /// A hibernated one is left alone: for whoever may only look.
+    ///
+    /// # Errors
+    /// As [`Sandboxes::running`]; 409 when it is hibernated.
+    pub fn running_already(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
+        let entry = self.registry.find(account, id)?;
+        let in_use = entry.usage.begin();
         entry.accept(Wish::Inside, self.clock.steady_ms())?;
-        let guest = entry.guest().ok_or_else(registry::not_found)?;
-        Ok(Running {
-            guest,
-            environment: Arc::new(entry.look(|row| row.environment.clone())),
-            logs: Arc::clone(&entry.logs),
-        })
+        inside_of(&entry, in_use)
+    }
+
+    /// What its commands printed, in any state.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs, gone, or expired.
+    pub fn logs(&self, account: &AccountId, id: &SandboxId) -> Result<Arc<Logs>, Error> {
+        let entry = self.registry.find(account, id)?;
+        entry.accept(Wish::Change, self.clock.steady_ms())?;
+        Ok(Arc::clone(&entry.logs))
     }
 
     /// A channel that is lost because the sandbox is gone: that is the better answer.
@@ -275,11 +331,26 @@ impl Sandboxes {
         if error.code != ErrorCode::Unavailable {
             return error;
         }
-        match self.running(account, id) {
+        let found = self.registry.find(account, id);
+        match found.and_then(|entry| entry.accept(Wish::Inside, self.clock.steady_ms())) {
             Err(reason) if matches!(reason.code, ErrorCode::NotFound | ErrorCode::Conflict) => {
                 reason
             }
-            Ok(_) | Err(_) => error,
+            Ok(()) | Err(_) => error,
+        }
+    }
+
+    /// The newest row is the last that is written, whoever writes.
+    async fn save_row(&self, entry: &registry::Entry) -> Result<(), Error> {
+        let _writing = entry.writing.lock().await;
+        self.db.update_sandbox(&entry.row()).await
+    }
+
+    /// False when the server closes meanwhile.
+    async fn pause_for_database(&self) -> bool {
+        tokio::select! {
+            () = tokio::time::sleep(DATABASE_PAUSE) => true,
+            () = self.closed.cancelled() => false,
         }
     }
 
@@ -312,6 +383,26 @@ impl Sandboxes {
                 "some sandboxes are still being made or deleted; the next start goes on with them"
             );
         }
+    }
+}
+
+fn inside_of(entry: &registry::Entry, in_use: InUse) -> Result<Running, Error> {
+    Ok(Running {
+        guest: entry.guest().ok_or_else(registry::not_found)?,
+        environment: Arc::new(entry.look(|row| row.environment.clone())),
+        logs: Arc::clone(&entry.logs),
+        in_use: Some(Arc::new(in_use)),
+    })
+}
+
+/// `None`: it stays running however long nobody uses it.
+fn idle_of(seconds: i64) -> Result<Option<u64>, Error> {
+    match u64::try_from(seconds) {
+        Ok(0) => Ok(None),
+        Ok(seconds) if seconds <= LONGEST_IDLE => Ok(Some(seconds)),
+        Ok(_) | Err(_) => Err(Error::invalid(format!(
+            "`idle_seconds` must be between 1 and {LONGEST_IDLE}, or 0 for a sandbox that stays running"
+        ))),
     }
 }
 

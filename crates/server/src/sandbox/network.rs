@@ -189,7 +189,7 @@ impl Sandboxes {
 
     async fn write_network(&self, entry: &Entry, policy: NetworkPolicy) -> Result<(), Error> {
         entry.change(|row| row.network = policy);
-        self.db.update_sandbox(&entry.row()).await
+        self.save_row(entry).await
     }
 
     /// Of all sandboxes since this server started, for the metrics.

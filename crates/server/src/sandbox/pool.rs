@@ -15,8 +15,8 @@ use machine::{Hypervisor, Prepared};
 use tokio::{sync::Notify, time::Instant};
 
 use super::{
-    bake::Baked,
     registry::locked,
+    saved::SavedMachine,
     site::{Site, Sites},
 };
 use crate::Error;
@@ -53,7 +53,7 @@ pub(crate) struct Pool {
 }
 
 struct Shelf {
-    baked: Arc<Baked>,
+    saved: Arc<SavedMachine>,
     wanted: Instant,
     ready: Vec<Ready>,
 }
@@ -89,10 +89,10 @@ impl Pool {
     }
 
     /// Keeps machines of this size ready from now on.
-    pub(crate) fn want(&self, baked: &Arc<Baked>) {
+    pub(crate) fn want(&self, saved: &Arc<SavedMachine>) {
         let mut shelves = locked(&self.shelves);
-        let shelf = shelves.entry(baked.key.clone()).or_insert_with(|| Shelf {
-            baked: Arc::clone(baked),
+        let shelf = shelves.entry(saved.key.clone()).or_insert_with(|| Shelf {
+            saved: Arc::clone(saved),
             wanted: Instant::now(),
             ready: Vec::new(),
         });
@@ -102,11 +102,11 @@ impl Pool {
     }
 
     /// One that stands ready, else one started now.
-    pub(crate) async fn take(&self, baked: &Arc<Baked>) -> Result<Ready, Error> {
-        self.want(baked);
+    pub(crate) async fn take(&self, saved: &Arc<SavedMachine>) -> Result<Ready, Error> {
+        self.want(saved);
         loop {
             let found =
-                locked(&self.shelves).get_mut(&baked.key).and_then(|shelf| shelf.ready.pop());
+                locked(&self.shelves).get_mut(&saved.key).and_then(|shelf| shelf.ready.pop());
             match found {
                 Some(ready) if !ready.prepared.has_exited() => return Ok(ready),
                 Some(dead) => {
@@ -116,18 +116,19 @@ impl Pool {
                     );
                     dead.site.remove().await;
                 }
-                None => return self.start(baked).await,
+                None => return self.start(saved).await,
             }
         }
     }
 
-    async fn start(&self, baked: &Baked) -> Result<Ready, Error> {
-        let memory = baked.memory()?;
+    /// Not from the shelves.
+    pub(crate) async fn start(&self, saved: &SavedMachine) -> Result<Ready, Error> {
+        let memory = saved.memory()?;
         let site = self.sites.prepare().await?;
         let place = site.place();
         let prepared = match place {
             Ok(place) => {
-                self.hypervisor.prepare(&baked.spec, memory, place).await.map_err(Error::internal)
+                self.hypervisor.prepare(&saved.spec, memory, place).await.map_err(Error::internal)
             }
             Err(error) => Err(error),
         };
@@ -174,13 +175,14 @@ impl Pool {
             if Instant::now() < *locked(&self.not_before) {
                 return;
             }
-            let Some(baked) = self.next_to_fill() else { return };
-            match self.start(&baked).await {
-                Ok(ready) => self.put(&baked, ready).await,
+            let Some(saved) = self.next_to_fill() else { return };
+            match self.start(&saved).await {
+                Ok(ready) => self.put(&saved, ready).await,
                 Err(error) => {
                     tracing::warn!(%error, cause = error.causes(), "failed to start a machine ahead");
-                    // Its bake may be gone with its template; whoever asks for this size again puts it back.
-                    self.give_up(&baked).await;
+                    // It may be gone with its template; whoever asks for it again puts it back. Others shall not wait for
+                    // one that cannot be had.
+                    self.forget(&saved.key).await;
                     tokio::time::sleep(PAUSE).await;
                     return;
                 }
@@ -188,9 +190,9 @@ impl Pool {
         }
     }
 
-    async fn put(&self, baked: &Baked, ready: Ready) {
+    async fn put(&self, saved: &SavedMachine, ready: Ready) {
         let homeless = {
-            match locked(&self.shelves).get_mut(&baked.key) {
+            match locked(&self.shelves).get_mut(&saved.key) {
                 Some(shelf) => {
                     shelf.ready.push(ready);
                     None
@@ -203,20 +205,20 @@ impl Pool {
         }
     }
 
-    /// The most recently wanted size that lacks some.
-    fn next_to_fill(&self) -> Option<Arc<Baked>> {
-        let shelves = locked(&self.shelves);
-        let lacking = shelves.values().filter(|shelf| shelf.ready.len() < self.depth);
-        // The emptiest first, so that every size has one before any has all.
-        lacking.min_by_key(|shelf| shelf.ready.len()).map(|shelf| Arc::clone(&shelf.baked))
-    }
-
-    /// Other sizes shall not wait for one that cannot be had.
-    async fn give_up(&self, baked: &Baked) {
-        let shelf = locked(&self.shelves).remove(&baked.key);
+    /// What no longer exists is not kept ready.
+    pub(crate) async fn forget(&self, key: &str) {
+        let shelf = locked(&self.shelves).remove(key);
         for ready in shelf.into_iter().flat_map(|shelf| shelf.ready) {
             ready.site.remove().await;
         }
+    }
+
+    /// The most recently wanted size that lacks some.
+    fn next_to_fill(&self) -> Option<Arc<SavedMachine>> {
+        let shelves = locked(&self.shelves);
+        let lacking = shelves.values().filter(|shelf| shelf.ready.len() < self.depth);
+        // The emptiest first, so that every size has one before any has all.
+        lacking.min_by_key(|shelf| shelf.ready.len()).map(|shelf| Arc::clone(&shelf.saved))
     }
 
     /// Those of sizes out of use, and of the oldest where there are too many sizes.

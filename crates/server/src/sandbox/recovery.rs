@@ -3,20 +3,21 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use api::{NetworkPolicy, SandboxId};
+use api::SandboxId;
 use futures::StreamExt;
 use machine::Hypervisor;
 use store::Layout;
 
 use super::{
     Sandboxes,
-    driver::{ANSWER_DEADLINE, Inside},
+    driver::Inside,
     exec::watch_again,
     network,
-    registry::{Entry, locked},
+    pausing::hold_ttl,
+    registry::{self, Entry, locked},
     state::{State, Target},
 };
-use crate::{Error, db::SandboxRow};
+use crate::Error;
 
 /// Each keeps a core busy for a moment.
 const ADOPTED_AT_ONCE: usize = 16;
@@ -67,6 +68,12 @@ impl Sandboxes {
         self.refuse_a_foreign_database(&ids).await?;
         let boot = Boot::look(&self.sites.layout)?;
         let entries: Vec<_> = rows.into_iter().map(|row| Arc::new(Entry::new(row))).collect();
+        let attachments = self.db.all_attachments().await?;
+        for entry in &entries {
+            let id = entry.look(|row| row.id);
+            *locked(&entry.attachments) =
+                attachments.iter().filter(|held| held.sandbox == id).cloned().collect();
+        }
         // At once: a guest that does not answer must not keep the others waiting.
         let kept: BTreeSet<u16> = futures::stream::iter(&entries)
             .map(|entry| self.find_again(entry, &boot))
@@ -77,16 +84,29 @@ impl Sandboxes {
         boot.write_down(&self.sites.layout)?;
         for entry in entries {
             self.registry.insert(&entry);
-            self.tasks.spawn(Arc::clone(self).drive(entry, None));
         }
         self.sites.remove_leftovers(&kept).await?;
+        // Their machines are dead now.
+        for entry in self.registry.all() {
+            if entry.look(|row| row.state) == State::Failed {
+                self.release_volumes(&entry).await;
+            }
+        }
+        self.volumes.recover(&ids).await?;
+        self.db.delete_stray_events().await?;
+        let snapshots = self.db.all_snapshots().await?;
+        store::snapshot::remove_all_but(&self.sites.layout, &snapshots).map_err(Error::internal)?;
         fault::point!("sweep.disks_removing", Error::internal);
         store::sandbox_files::remove_all_but(&self.sites.layout, &ids).map_err(Error::internal)?;
         fault::point!("sweep.drafts_removing", Error::internal);
         store::sweep::temporary(&self.sites.layout, store::sweep::Mode::Remove)
             .map_err(Error::internal)?;
         fault::point!("sweep.swept");
+        for entry in self.registry.all() {
+            self.tasks.spawn(Arc::clone(self).drive(entry, None));
+        }
         self.tasks.spawn(Arc::clone(self).delete_expired());
+        self.tasks.spawn(Arc::clone(self).hibernate_idle());
         self.tasks.spawn(Arc::clone(&self.pool).keep_filled());
         self.tasks.spawn(Arc::clone(self).watch_room());
         Ok(())
@@ -108,48 +128,83 @@ impl Sandboxes {
         )))
     }
 
-    /// The slot, when its machine still runs and answers.
+    /// The slot, when its machine still runs and answers, or stands still as it should.
     async fn find_again(&self, entry: &Entry, boot: &Boot) -> Option<u16> {
         let row = entry.row();
-        let (State::Running, Target::Running, Some(slot)) = (row.state, row.target, row.slot)
-        else {
+        let (State::Running | State::Paused, Some(slot)) = (row.state, row.slot) else {
             return None;
         };
+        if row.target == Target::Deleted {
+            return None;
+        }
         fault::point!("sweep.machine_adopting");
-        match self.adopt(slot, &row.network).await {
-            Ok(inside) => {
-                tracing::info!(sandbox = %row.id, "found running");
-                if let Err(error) = watch_again(&inside.guest, &entry.logs).await {
-                    tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "commands of before are not in the log");
-                }
-                *locked(&entry.inside) = Some(Arc::new(inside));
+        match self.adopt(entry, slot).await {
+            Ok(()) => {
+                tracing::info!(sandbox = %row.id, state = row.state.name(), "found again");
                 fault::point!("sweep.machine_adopted");
+                // A hibernation or a wake was cut short after its machine had been saved, or before that was removed.
+                self.forget_hibernation(entry).await;
                 Some(slot)
+            }
+            Err(error)
+                if row.target == Target::Hibernated && self.hibernation_was_done(entry).await =>
+            {
+                tracing::info!(sandbox = %row.id, %error, "hibernated by a server that is gone");
+                let now = self.clock.steady_ms();
+                entry.change(|row| {
+                    row.state = State::Hibernated;
+                    row.slot = None;
+                    hold_ttl(row, now);
+                });
+                self.note_row(entry).await;
+                None
             }
             Err(error) => {
                 tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "a running sandbox is gone");
-                self.note_lost(entry, &row, boot.why_lost()).await;
+                entry.change(|row| {
+                    row.state = State::Failed;
+                    row.slot = None;
+                    row.error = Some(boot.why_lost().to_owned());
+                });
+                self.note_row(entry).await;
                 None
             }
         }
     }
 
-    async fn adopt(&self, slot: u16, policy: &NetworkPolicy) -> Result<Inside, Error> {
-        let site = self.sites.adopt(slot, &network::for_machine(policy)?).await?;
+    async fn adopt(&self, entry: &Entry, slot: u16) -> Result<(), Error> {
+        let policy = entry.look(|row| row.network.clone());
+        let site = self.sites.adopt(slot, &network::for_machine(&policy)?).await?;
         let machine =
             Hypervisor::adopt(&site.place_without_tap()).await.map_err(Error::internal)?;
-        let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(Error::internal)?;
-        Ok(Inside::new(machine, guest, site))
+        entry.put_inside(Inside::new(machine, site));
+        let found = self.take_up(entry).await;
+        if found.is_err() {
+            locked(&entry.inside).take();
+        }
+        found
     }
 
-    async fn note_lost(&self, entry: &Entry, row: &SandboxRow, why: &str) {
-        entry.change(|row| {
-            row.state = State::Failed;
-            row.slot = None;
-            row.error = Some(why.to_owned());
-        });
-        if let Err(error) = self.db.update_sandbox(&entry.row()).await {
-            tracing::warn!(sandbox = %row.id, cause = error.causes(), "failed to write a sandbox's row");
+    /// A server may have died in the middle of a pause, a snapshot or a hibernation: the machine goes on from there.
+    async fn take_up(&self, entry: &Entry) -> Result<(), Error> {
+        if entry.look(|row| row.state) == State::Paused {
+            // Connected to when it goes on.
+            return match entry.inside() {
+                Some(inside) => Ok(inside.machine.stop().await?),
+                None => Err(registry::not_found()),
+            };
+        }
+        self.go_on(entry).await?;
+        let guest = entry.guest().ok_or_else(registry::not_found)?;
+        if let Err(error) = watch_again(&guest, &entry.logs, &entry.usage).await {
+            tracing::warn!(%error, cause = error.causes(), "commands of before are not in the log");
+        }
+        Ok(())
+    }
+
+    async fn note_row(&self, entry: &Entry) {
+        if let Err(error) = self.save_row(entry).await {
+            tracing::warn!(sandbox = %entry.look(|row| row.id), cause = error.causes(), "failed to write a sandbox's row");
         }
     }
 }

@@ -13,11 +13,12 @@ use super::{
     Logs,
     driver::Inside,
     state::{Refusal, State, Target, Wish, accept, shown},
+    usage::Usage,
 };
 use crate::{
     Error,
     clock::{self, Clock},
-    db::SandboxRow,
+    db::{AttachmentRow, SandboxRow},
 };
 
 /// One sandbox. Its driver is the only one that changes `state`; anyone may set the target.
@@ -32,8 +33,17 @@ pub(crate) struct Entry {
     #[cfg(test)]
     pub(crate) stand_in: Mutex<Option<Guest>>,
     pub(crate) logs: Arc<Logs>,
-    /// Whoever waits for the first `running`, or why it never came.
-    started: Mutex<Option<oneshot::Sender<Result<(), Error>>>>,
+    /// Its volumes, as their rows say.
+    pub(crate) attachments: Mutex<Vec<AttachmentRow>>,
+    pub(crate) usage: Arc<Usage>,
+    /// Held by whoever does something to the machine: the driver in each step, a snapshot.
+    pub(crate) turn: tokio::sync::Mutex<()>,
+    /// Held while the row is written, so that the newest is written last.
+    pub(crate) writing: tokio::sync::Mutex<()>,
+    /// Held by the request whose target the driver works on, so that each hears of its own step.
+    pub(crate) requests: tokio::sync::Mutex<()>,
+    /// Whoever waits for the next step to end, and how it did.
+    waiting: Mutex<Option<oneshot::Sender<Result<(), Error>>>>,
     pub(crate) removed: watch::Sender<bool>,
 }
 
@@ -47,18 +57,28 @@ impl Entry {
             #[cfg(test)]
             stand_in: Mutex::new(None),
             logs: Arc::default(),
-            started: Mutex::new(None),
+            attachments: Mutex::default(),
+            usage: Arc::default(),
+            turn: tokio::sync::Mutex::new(()),
+            writing: tokio::sync::Mutex::new(()),
+            requests: tokio::sync::Mutex::new(()),
+            waiting: Mutex::new(None),
             removed: watch::Sender::new(false),
         }
     }
 
-    /// Of its machine, when there is one.
+    /// Once it was connected to.
     pub(crate) fn guest(&self) -> Option<Guest> {
         #[cfg(test)]
         if let Some(guest) = locked(&self.stand_in).clone() {
             return Some(guest);
         }
-        locked(&self.inside).as_ref().map(|inside| inside.guest.clone())
+        self.inside().and_then(|inside| inside.machine.guest())
+    }
+
+    /// Its machine, when there is one.
+    pub(crate) fn inside(&self) -> Option<Arc<Inside>> {
+        locked(&self.inside).clone()
     }
 
     pub(crate) fn row(&self) -> SandboxRow {
@@ -73,14 +93,15 @@ impl Entry {
         self.row.send_modify(with);
     }
 
-    pub(crate) fn watch_start(&self) -> oneshot::Receiver<Result<(), Error>> {
+    /// Set before the target is, so that no end of a step is missed.
+    pub(crate) fn watch_step(&self) -> oneshot::Receiver<Result<(), Error>> {
         let (sender, receiver) = oneshot::channel();
-        *locked(&self.started) = Some(sender);
+        *locked(&self.waiting) = Some(sender);
         receiver
     }
 
-    pub(crate) fn announce_start(&self, outcome: Result<(), Error>) {
-        if let Some(waiting) = locked(&self.started).take() {
+    pub(crate) fn announce(&self, outcome: Result<(), Error>) {
+        if let Some(waiting) = locked(&self.waiting).take() {
             // Nobody waits any longer when the client has gone.
             let _ = waiting.send(outcome);
         }
@@ -91,19 +112,27 @@ impl Entry {
         self.look(|row| row.expires_at.is_some_and(|end| end <= now))
     }
 
+    /// Whether a request may go on, by what it is and whether its time is up.
+    pub(crate) fn check(&self, wish: Wish, now: i64) -> Result<(), Refusal> {
+        let (state, target) = self.look(|row| (row.state, row.target));
+        accept(state, if self.is_expired(now) { Target::Deleted } else { target }, wish)
+    }
+
     pub(crate) fn accept(&self, wish: Wish, now: i64) -> Result<(), Error> {
-        let (state, target, error) = self.look(|row| (row.state, row.target, row.error.clone()));
-        let target = if self.is_expired(now) { Target::Deleted } else { target };
-        accept(state, target, wish).map_err(|refusal| match refusal {
+        self.check(wish, now).map_err(|refusal| match refusal {
             Refusal::Gone => not_found(),
             // The client repeats on these words: nothing has been started yet.
             Refusal::NotYetRunning => {
                 Error::new(api::ErrorCode::Unavailable, "the sandbox is still being created; connect: connection refused")
             }
+            Refusal::Paused => Error::conflict("the sandbox is paused; POST /v1/sandboxes/{id}/resume first"),
+            Refusal::Hibernated => {
+                Error::conflict("the sandbox is hibernated; POST /v1/sandboxes/{id}/wake first")
+            }
             Refusal::Stopped => Error::conflict("the sandbox is stopped: its guest powered itself off; delete it and create another"),
             Refusal::Failed => Error::conflict(format!(
                 "the sandbox has failed ({}); delete it and create another",
-                error.unwrap_or_else(|| "its virtual machine ended".to_owned())
+                self.look(|row| row.error.clone()).unwrap_or_else(|| "its virtual machine ended".to_owned())
             )),
         })
     }
@@ -125,11 +154,11 @@ impl Entry {
             expires_at: row.expires_at.map(|end| clock.time_of_day(end)),
             ttl_seconds: row.ttl_seconds,
             metadata: row.metadata.clone(),
-            from_snapshot: None,
+            from_snapshot: row.from_snapshot,
             boot_ms: row.boot_ms,
             boot_mode: BootMode::Snapshot,
             persistent: row.ttl_seconds.is_none(),
-            volumes: Vec::new(),
+            volumes: self.shown_volumes(),
             accelerator: accelerator.to_owned(),
             error: row.error.clone(),
         })

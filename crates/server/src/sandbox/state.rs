@@ -7,6 +7,10 @@ use api::SandboxStatus;
 pub(crate) enum State {
     Creating,
     Running,
+    /// Its virtual CPUs stand still; memory and process stay.
+    Paused,
+    /// Memory and disk lie in the store; there is no process.
+    Hibernated,
     /// The guest powered itself off; the disk is kept.
     Stopped,
     /// The virtual machine ended by itself, or could not be found again.
@@ -17,13 +21,21 @@ pub(crate) enum State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Target {
     Running,
+    Paused,
+    Hibernated,
     Deleted,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Step {
-    /// Restore the baked machine, repair it, open it to requests.
+    /// Restore the saved machine, repair it, open it to requests.
     Start,
+    Pause,
+    Resume,
+    /// Save memory and disk, end the process.
+    Hibernate,
+    /// Restore what the hibernation saved.
+    Wake,
     /// End the machine, give back everything it had, forget the row.
     Remove,
 }
@@ -31,11 +43,29 @@ pub(crate) enum Step {
 /// The step that brings `state` closer to `target`; `None` when there is none.
 pub(crate) fn next_step(state: State, target: Target) -> Option<Step> {
     match (state, target) {
-        (State::Creating, Target::Running) => Some(Step::Start),
-        (State::Creating | State::Running | State::Stopped | State::Failed, Target::Deleted) => {
-            Some(Step::Remove)
+        (_, Target::Deleted) => Some(Step::Remove),
+        (State::Creating, Target::Running | Target::Paused | Target::Hibernated) => {
+            Some(Step::Start)
         }
-        (State::Running | State::Stopped | State::Failed, Target::Running) => None,
+        (State::Running, Target::Paused) => Some(Step::Pause),
+        (State::Running | State::Paused, Target::Hibernated) => Some(Step::Hibernate),
+        (State::Paused, Target::Running) => Some(Step::Resume),
+        (State::Hibernated, Target::Running | Target::Paused) => Some(Step::Wake),
+        (State::Running, Target::Running)
+        | (State::Paused, Target::Paused)
+        | (State::Hibernated, Target::Hibernated)
+        | (State::Stopped | State::Failed, Target::Running | Target::Paused | Target::Hibernated) => {
+            None
+        }
+    }
+}
+
+/// The target of a sandbox that stays as it is: after a step that failed.
+pub(crate) fn rest(state: State) -> Target {
+    match state {
+        State::Creating | State::Running | State::Stopped | State::Failed => Target::Running,
+        State::Paused => Target::Paused,
+        State::Hibernated => Target::Hibernated,
     }
 }
 
@@ -43,10 +73,14 @@ pub(crate) fn next_step(state: State, target: Target) -> Option<Step> {
 pub(crate) fn shown(state: State, target: Target) -> SandboxStatus {
     match (state, target) {
         (_, Target::Deleted) => SandboxStatus::Deleting,
-        (State::Creating, Target::Running) => SandboxStatus::Creating,
-        (State::Running, Target::Running) => SandboxStatus::Running,
-        (State::Stopped, Target::Running) => SandboxStatus::Stopped,
-        (State::Failed, Target::Running) => SandboxStatus::Failed,
+        (state, Target::Running | Target::Paused | Target::Hibernated) => match state {
+            State::Creating => SandboxStatus::Creating,
+            State::Running => SandboxStatus::Running,
+            State::Paused => SandboxStatus::Paused,
+            State::Hibernated => SandboxStatus::Hibernated,
+            State::Stopped => SandboxStatus::Stopped,
+            State::Failed => SandboxStatus::Failed,
+        },
     }
 }
 
@@ -57,6 +91,12 @@ pub(crate) enum Wish {
     Inside,
     /// Time to live and the like.
     Change,
+    Pause,
+    /// That it runs again, paused or hibernated.
+    Run,
+    Hibernate,
+    /// Its memory and disk as they are now.
+    Snapshot,
     /// Once more is as good as once.
     Delete,
 }
@@ -66,6 +106,9 @@ pub(crate) enum Refusal {
     /// To its users it exists no longer.
     Gone,
     NotYetRunning,
+    Paused,
+    /// Wake it first, or go that way.
+    Hibernated,
     Stopped,
     Failed,
 }
@@ -76,14 +119,25 @@ pub(crate) enum Refusal {
 /// Why not.
 pub(crate) fn accept(state: State, target: Target, wish: Wish) -> Result<(), Refusal> {
     match (state, target, wish) {
-        (_, Target::Deleted, Wish::Delete) | (_, Target::Running, Wish::Change | Wish::Delete) => {
-            Ok(())
-        }
-        (_, Target::Deleted, Wish::Inside | Wish::Change) => Err(Refusal::Gone),
+        (_, _, Wish::Delete) => Ok(()),
+        (_, Target::Deleted, _) => Err(Refusal::Gone),
+        (_, _, Wish::Change) => Ok(()),
+        (State::Creating, _, _) => Err(Refusal::NotYetRunning),
+        (State::Stopped, _, _) => Err(Refusal::Stopped),
+        (State::Failed, _, _) => Err(Refusal::Failed),
+        (
+            State::Running | State::Paused | State::Hibernated,
+            _,
+            Wish::Run | Wish::Hibernate | Wish::Snapshot,
+        ) => Ok(()),
+        (State::Running | State::Paused, _, Wish::Pause) => Ok(()),
+        (State::Hibernated, _, Wish::Pause) => Err(Refusal::Hibernated),
         (State::Running, Target::Running, Wish::Inside) => Ok(()),
-        (State::Creating, Target::Running, Wish::Inside) => Err(Refusal::NotYetRunning),
-        (State::Stopped, Target::Running, Wish::Inside) => Err(Refusal::Stopped),
-        (State::Failed, Target::Running, Wish::Inside) => Err(Refusal::Failed),
+        (State::Paused, _, Wish::Inside) | (State::Running, Target::Paused, Wish::Inside) => {
+            Err(Refusal::Paused)
+        }
+        (State::Hibernated, _, Wish::Inside)
+        | (State::Running, Target::Hibernated, Wish::Inside) => Err(Refusal::Hibernated),
     }
 }
 
@@ -96,14 +150,21 @@ macro_rules! names {
             }
 
             pub(crate) fn from_name(name: &str) -> Option<Self> {
-                [$(Self::$variant),*].into_iter().find(|value| value.name() == name)
+                Self::ALL.into_iter().find(|value| value.name() == name)
             }
+
+            const ALL: [Self; [$($name),*].len()] = [$(Self::$variant),*];
         }
     };
 }
 
-names!(State { Creating => "creating", Running => "running", Stopped => "stopped", Failed => "failed" });
-names!(Target { Running => "running", Deleted => "deleted" });
+names!(State {
+    Creating => "creating", Running => "running", Paused => "paused", Hibernated => "hibernated",
+    Stopped => "stopped", Failed => "failed",
+});
+names!(Target {
+    Running => "running", Paused => "paused", Hibernated => "hibernated", Deleted => "deleted",
+});
 
 #[cfg(test)]
 mod tests {
@@ -112,24 +173,26 @@ mod tests {
     use super::*;
 
     fn states() -> impl Strategy<Value = State> {
-        prop::sample::select(vec![State::Creating, State::Running, State::Stopped, State::Failed])
+        prop::sample::select(State::ALL.to_vec())
     }
 
     fn targets() -> impl Strategy<Value = Target> {
-        prop::sample::select(vec![Target::Running, Target::Deleted])
+        prop::sample::select(Target::ALL.to_vec())
     }
 
     /// `None`: the row is gone.
     fn after(step: Step) -> Option<State> {
         match step {
-            Step::Start => Some(State::Running),
+            Step::Start | Step::Resume | Step::Wake => Some(State::Running),
+            Step::Pause => Some(State::Paused),
+            Step::Hibernate => Some(State::Hibernated),
             Step::Remove => None,
         }
     }
 
     proptest! {
         #[test]
-        fn the_driver_always_comes_to_rest(state in states(), target in targets()) {
+        fn the_driver_always_comes_to_rest_where_it_was_sent(state in states(), target in targets()) {
             let mut now = Some(state);
             for _ in 0..3 {
                 let Some(step) = now.and_then(|state| next_step(state, target)) else { break };
@@ -137,12 +200,22 @@ mod tests {
             }
             prop_assert_eq!(now.and_then(|state| next_step(state, target)), None);
             prop_assert_eq!(now.is_none(), target == Target::Deleted);
+            if let Some(now) = now.filter(|now| !matches!(now, State::Stopped | State::Failed)) {
+                prop_assert_eq!(rest(now), target);
+            }
+        }
+
+        #[test]
+        fn a_sandbox_whose_step_failed_stays_as_it_is(state in states()) {
+            if state != State::Creating {
+                prop_assert_eq!(next_step(state, rest(state)), None);
+            }
         }
 
         #[test]
         fn nothing_reaches_the_inside_of_a_sandbox_that_is_not_running(state in states(), target in targets()) {
             let open = accept(state, target, Wish::Inside).is_ok();
-            prop_assert_eq!(open, shown(state, target) == SandboxStatus::Running);
+            prop_assert_eq!(open, (state, target) == (State::Running, Target::Running));
         }
 
         #[test]

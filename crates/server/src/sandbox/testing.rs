@@ -14,7 +14,7 @@ use super::{
     Bakes, Parts, Pool, Sandboxes, Sites, Slots, State, Target,
     registry::{Entry, locked},
 };
-use crate::{Config, clock::Clock, db::Db, db::SandboxRow, template::Templates};
+use crate::{Config, clock::Clock, db::Db, db::SandboxRow, template::Templates, volume::Volumes};
 
 impl Sandboxes {
     /// None can be created: there is no kernel.
@@ -37,7 +37,10 @@ impl Sandboxes {
         };
         let initramfs = Initramfs { path: layout.data().join("none"), digest: nothing };
         let hypervisor = Hypervisor::find().unwrap();
+        let volumes =
+            Volumes::new(db.clone(), clock.clone(), layout.clone(), config.volumes.clone());
         let parts = Parts {
+            volumes,
             templates: Templates::open(layout, db.clone(), clock.clone()).await.unwrap(),
             db,
             clock,
@@ -67,6 +70,7 @@ impl Sandboxes {
             account: account.clone(),
             template: "base".parse().unwrap(),
             bake: String::new(),
+            from_snapshot: None,
             cpu: 1,
             memory_mb: 1024,
             disk_mb: 1024,
@@ -77,6 +81,8 @@ impl Sandboxes {
             created_at: self.clock.now_ms(),
             ttl_seconds: None,
             expires_at: None,
+            ttl_left_ms: None,
+            idle_seconds: None,
             slot: None,
             boot_ms: 1,
             error: None,

@@ -1,6 +1,6 @@
 //! Commands through the API.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use api::{ErrorCode, ExecResult};
 use reqwest::{Method, Response};
@@ -306,8 +306,12 @@ async fn an_ended_exec_is_forgotten_by_its_guest() {
     for _ in 0..20 {
         result(&server, json!({"cmd": "true"})).await;
     }
-    let running =
-        server.app.sandboxes.running(&api::AccountId::default_account(), &server.sandbox).unwrap();
+    let running = server
+        .app
+        .sandboxes
+        .running(&api::AccountId::default_account(), &server.sandbox)
+        .await
+        .unwrap();
     until(async || {
         use machine::guest::{Reply, Request};
         let reply = running.guest.call(Request::ExecList, Duration::from_secs(10)).await.unwrap();
@@ -336,7 +340,7 @@ async fn commands_of_an_earlier_server_go_on_into_the_log() {
     drop(watching);
 
     let logs = std::sync::Arc::new(crate::sandbox::Logs::default());
-    crate::sandbox::watch_again(&guest, &logs).await.unwrap();
+    crate::sandbox::watch_again(&guest, &logs, &Arc::default()).await.unwrap();
     let (mut reader, mut lines) = (logs.reader(), Vec::new());
     while lines.len() < 2 {
         let more = tokio::time::timeout(Duration::from_secs(20), reader.more()).await;

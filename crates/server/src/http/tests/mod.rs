@@ -30,6 +30,7 @@ use crate::{
     metrics::Metrics,
     sandbox::Sandboxes,
     template::Templates,
+    volume::Volumes,
 };
 
 const KEY: &str = "the-key-of-the-setting";
@@ -76,6 +77,8 @@ impl Server {
         let (keys, _) =
             Keys::open(db.clone(), clock.clone(), config.api_key.clone()).await.unwrap();
         let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
+        let limits = config.volumes.clone();
+        let volumes = Volumes::new(db.clone(), clock.clone(), layout.clone(), limits);
         let templates = Templates::open(layout, db.clone(), clock.clone()).await.unwrap();
         let sandboxes = Sandboxes::testing(db.clone(), clock.clone(), &config).await;
         let sandbox = SandboxId::random();
@@ -94,6 +97,7 @@ impl Server {
             keys,
             metrics: Arc::new(Metrics::new()),
             sandboxes,
+            volumes,
             templates,
             db,
         });

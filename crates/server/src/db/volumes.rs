@@ -1,0 +1,324 @@
+//! Rows of volumes, and who has them: the lease that keeps two writers apart.
+
+use api::{AccountId, SandboxId, VolumeId, VolumeKind, VolumeName};
+use sqlx::{AnyConnection, Row as _, any::AnyRow};
+
+use super::{Db, signed, unsigned};
+use crate::Error;
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct VolumeRow {
+    pub(crate) id: VolumeId,
+    pub(crate) account: AccountId,
+    pub(crate) name: VolumeName,
+    pub(crate) kind: VolumeKind,
+    pub(crate) size_bytes: u64,
+    /// Milliseconds since 1970.
+    pub(crate) created_at: i64,
+}
+
+/// One sandbox's hold on one volume.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct AttachmentRow {
+    pub(crate) volume: VolumeId,
+    pub(crate) sandbox: SandboxId,
+    /// Index of the machine's slot.
+    pub(crate) slot: u8,
+    pub(crate) read_only: bool,
+    pub(crate) mount_path: String,
+    /// Of the volume.
+    pub(crate) name: VolumeName,
+}
+
+/// How a claim ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Claim {
+    Held,
+    /// Another has it; nothing was claimed.
+    Taken {
+        volume: VolumeId,
+        holder: SandboxId,
+    },
+    /// Deleted meanwhile; nothing was claimed.
+    Gone {
+        volume: VolumeId,
+    },
+}
+
+const COLUMNS: &str = "id, account, name, kind, size_bytes, created_at";
+const SELECT_ATTACHMENTS: &str = "SELECT volume, sandbox, slot, read_only, mount_path, name \
+     FROM attachments JOIN volumes ON volumes.id = attachments.volume";
+
+impl Db {
+    /// False when the name is taken.
+    pub(crate) async fn insert_volume(&self, row: &VolumeRow) -> Result<bool, Error> {
+        let done = sqlx::query(&format!(
+            "INSERT INTO volumes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT DO NOTHING"
+        ))
+        .bind(row.id.to_string())
+        .bind(row.account.as_str())
+        .bind(row.name.as_str())
+        .bind(row.kind.to_string())
+        .bind(signed(row.size_bytes)?)
+        .bind(row.created_at)
+        .execute(self.pool())
+        .await?;
+        Ok(done.rows_affected() == 1)
+    }
+
+    /// Oldest first.
+    pub(crate) async fn volumes(&self, account: &AccountId) -> Result<Vec<VolumeRow>, Error> {
+        let rows = sqlx::query(&format!(
+            "SELECT {COLUMNS} FROM volumes WHERE account = $1 ORDER BY created_at, id"
+        ))
+        .bind(account.as_str())
+        .fetch_all(self.pool())
+        .await?;
+        rows.iter().map(volume).collect()
+    }
+
+    /// By id or name.
+    pub(crate) async fn volume(
+        &self,
+        account: &AccountId,
+        id_or_name: &str,
+    ) -> Result<Option<VolumeRow>, Error> {
+        // An id wins over another volume's name.
+        let row = sqlx::query(&format!(
+            "SELECT {COLUMNS} FROM volumes WHERE account = $1 AND (id = $2 OR name = $2) \
+             ORDER BY CASE WHEN id = $2 THEN 0 ELSE 1 END LIMIT 1"
+        ))
+        .bind(account.as_str())
+        .bind(id_or_name)
+        .fetch_optional(self.pool())
+        .await?;
+        row.as_ref().map(volume).transpose()
+    }
+
+    pub(crate) async fn all_volumes(&self) -> Result<Vec<VolumeId>, Error> {
+        let ids: Vec<String> =
+            sqlx::query_scalar("SELECT id FROM volumes").fetch_all(self.pool()).await?;
+        ids.iter().map(|id| id.parse().map_err(|_| unread("id"))).collect()
+    }
+
+    pub(crate) async fn set_volume_size(&self, id: &VolumeId, bytes: u64) -> Result<(), Error> {
+        sqlx::query("UPDATE volumes SET size_bytes = $2 WHERE id = $1")
+            .bind(id.to_string())
+            .bind(signed(bytes)?)
+            .execute(self.pool())
+            .await?;
+        Ok(())
+    }
+
+    /// `None`: it is gone; else who has it, then nothing happened.
+    pub(crate) async fn delete_volume(&self, id: &VolumeId) -> Result<Option<SandboxId>, Error> {
+        let mut transaction = self.pool().begin().await?;
+        lock(&mut transaction, id).await?;
+        let holder = holders(&mut transaction, id).await?.first().map(|held| held.sandbox);
+        if holder.is_none() {
+            sqlx::query("DELETE FROM volumes WHERE id = $1")
+                .bind(id.to_string())
+                .execute(&mut *transaction)
+                .await?;
+            transaction.commit().await?;
+        }
+        Ok(holder)
+    }
+
+    /// All of them or none: one writer, or readers alone, whoever else asks at the same moment.
+    pub(crate) async fn claim_volumes(&self, wanted: &[AttachmentRow]) -> Result<Claim, Error> {
+        let mut transaction = self.pool().begin().await?;
+        let mut in_order: Vec<_> = wanted.iter().collect();
+        // Two claims of the same volumes shall not wait for each other.
+        in_order.sort_unstable_by_key(|row| row.volume);
+        for row in in_order {
+            if !lock(&mut transaction, &row.volume).await? {
+                return Ok(Claim::Gone { volume: row.volume });
+            }
+            let others = holders(&mut transaction, &row.volume).await?;
+            if let Some(other) = others.iter().find(|other| !(other.read_only && row.read_only)) {
+                return Ok(Claim::Taken { volume: row.volume, holder: other.sandbox });
+            }
+            sqlx::query(
+                "INSERT INTO attachments (volume, sandbox, slot, read_only, mount_path) \
+                 VALUES ($1, $2, $3, $4, $5)",
+            )
+            .bind(row.volume.to_string())
+            .bind(row.sandbox.to_string())
+            .bind(i64::from(row.slot))
+            .bind(i64::from(row.read_only))
+            .bind(&row.mount_path)
+            .execute(&mut *transaction)
+            .await?;
+        }
+        transaction.commit().await?;
+        Ok(Claim::Held)
+    }
+
+    /// Idempotent. Only once nothing can write to them any longer.
+    pub(crate) async fn release_volumes(&self, sandbox: &SandboxId) -> Result<(), Error> {
+        sqlx::query("DELETE FROM attachments WHERE sandbox = $1")
+            .bind(sandbox.to_string())
+            .execute(self.pool())
+            .await?;
+        Ok(())
+    }
+
+    /// By slot.
+    pub(crate) async fn all_attachments(&self) -> Result<Vec<AttachmentRow>, Error> {
+        let rows = sqlx::query(&format!("{SELECT_ATTACHMENTS} ORDER BY slot"))
+            .fetch_all(self.pool())
+            .await?;
+        rows.iter().map(attachment).collect()
+    }
+
+    pub(crate) async fn holders_of_volume(
+        &self,
+        id: &VolumeId,
+    ) -> Result<Vec<AttachmentRow>, Error> {
+        let mut connection = self.pool().acquire().await?;
+        holders(&mut connection, id).await
+    }
+}
+
+/// Until the transaction's end nobody else claims or deletes this volume. False: there is none.
+async fn lock(connection: &mut AnyConnection, id: &VolumeId) -> Result<bool, Error> {
+    // SQLite has one writer at a time; PostgreSQL locks the row that is written.
+    let done = sqlx::query("UPDATE volumes SET kind = kind WHERE id = $1")
+        .bind(id.to_string())
+        .execute(connection)
+        .await?;
+    Ok(done.rows_affected() == 1)
+}
+
+async fn holders(
+    connection: &mut AnyConnection,
+    id: &VolumeId,
+) -> Result<Vec<AttachmentRow>, Error> {
+    let rows = sqlx::query(&format!("{SELECT_ATTACHMENTS} WHERE volume = $1 ORDER BY sandbox"))
+        .bind(id.to_string())
+        .fetch_all(connection)
+        .await?;
+    rows.iter().map(attachment).collect()
+}
+
+fn unread(what: &str) -> Error {
+    Error::internal(format!("a row of volumes has an unreadable {what}"))
+}
+
+fn volume(row: &AnyRow) -> Result<VolumeRow, Error> {
+    let text = |column: &str| row.try_get::<String, _>(column);
+    Ok(VolumeRow {
+        id: text("id")?.parse().map_err(|_| unread("id"))?,
+        account: text("account")?.parse().map_err(|_| unread("account"))?,
+        name: text("name")?.parse().map_err(|_| unread("name"))?,
+        kind: match text("kind")?.as_str() {
+            "data" => VolumeKind::Data,
+            "root" => VolumeKind::Root,
+            _ => return Err(unread("kind")),
+        },
+        size_bytes: unsigned(row.try_get("size_bytes")?)?,
+        created_at: row.try_get("created_at")?,
+    })
+}
+
+fn attachment(row: &AnyRow) -> Result<AttachmentRow, Error> {
+    let text = |column: &str| row.try_get::<String, _>(column);
+    Ok(AttachmentRow {
+        volume: text("volume")?.parse().map_err(|_| unread("volume"))?,
+        sandbox: text("sandbox")?.parse().map_err(|_| unread("sandbox"))?,
+        slot: unsigned(row.try_get("slot")?)?,
+        read_only: row.try_get::<i64, _>("read_only")? != 0,
+        mount_path: text("mount_path")?,
+        name: text("name")?.parse().map_err(|_| unread("name"))?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::db::testing;
+
+    fn hold(volume: &VolumeRow, slot: u8, read_only: bool) -> AttachmentRow {
+        AttachmentRow {
+            volume: volume.id,
+            sandbox: SandboxId::random(),
+            slot,
+            read_only,
+            mount_path: "/mnt/v".to_owned(),
+            name: volume.name.clone(),
+        }
+    }
+
+    fn row(name: &str) -> VolumeRow {
+        VolumeRow {
+            id: VolumeId::random(),
+            account: AccountId::default_account(),
+            name: name.parse().unwrap(),
+            kind: VolumeKind::Data,
+            size_bytes: 1 << 28,
+            created_at: 1,
+        }
+    }
+
+    #[tokio::test]
+    async fn a_volume_has_one_writer_or_many_readers() {
+        for database in testing::databases().await {
+            let db = Db::connect(database.url()).await.unwrap();
+            let volume = row("data");
+            assert!(db.insert_volume(&volume).await.unwrap());
+            assert!(!db.insert_volume(&row("data")).await.unwrap(), "the name is taken");
+
+            let writer = hold(&volume, 0, false);
+            assert_eq!(db.claim_volumes(std::slice::from_ref(&writer)).await.unwrap(), Claim::Held);
+            for other in [hold(&volume, 0, false), hold(&volume, 8, true)] {
+                let taken = Claim::Taken { volume: volume.id, holder: writer.sandbox };
+                assert_eq!(db.claim_volumes(&[other]).await.unwrap(), taken);
+            }
+            assert_eq!(db.delete_volume(&volume.id).await.unwrap(), Some(writer.sandbox));
+            db.release_volumes(&writer.sandbox).await.unwrap();
+
+            let readers = [hold(&volume, 8, true), hold(&volume, 8, true)];
+            for reader in &readers {
+                let claimed = db.claim_volumes(std::slice::from_ref(reader)).await.unwrap();
+                assert_eq!(claimed, Claim::Held);
+            }
+            assert!(matches!(
+                db.claim_volumes(&[hold(&volume, 0, false)]).await.unwrap(),
+                Claim::Taken { .. }
+            ));
+            for reader in &readers {
+                db.release_volumes(&reader.sandbox).await.unwrap();
+            }
+            assert_eq!(db.delete_volume(&volume.id).await.unwrap(), None);
+            let gone = Claim::Gone { volume: volume.id };
+            assert_eq!(db.claim_volumes(&[hold(&volume, 0, false)]).await.unwrap(), gone);
+            db.close().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn of_many_who_claim_at_once_one_wins_and_half_a_claim_is_none() {
+        for database in testing::databases().await {
+            let db = Db::connect(database.url()).await.unwrap();
+            let (one, two) = (row("one"), row("two"));
+            assert!(db.insert_volume(&one).await.unwrap() && db.insert_volume(&two).await.unwrap());
+            let claims = (0..16).map(|turn| {
+                let sandbox = SandboxId::random();
+                let mut both: Vec<_> = [(&one, 0), (&two, 1)]
+                    .map(|(volume, slot)| AttachmentRow { sandbox, ..hold(volume, slot, false) })
+                    .into();
+                if turn % 2 == 0 {
+                    both.reverse();
+                }
+                let db = db.clone();
+                async move { db.claim_volumes(&both).await.unwrap() }
+            });
+            let outcomes = futures::future::join_all(claims).await;
+            let held = outcomes.iter().filter(|outcome| **outcome == Claim::Held).count();
+            assert_eq!(held, 1, "{outcomes:?}");
+            assert_eq!(db.all_attachments().await.unwrap().len(), 2);
+            db.close().await;
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Volumes: made, listed, grown, deleted. Wherever one is named, its id or its name will do.
+
+use std::sync::Arc;
+
+use api::{CreateVolume, ErrorCode, UpdateVolume, Volume, VolumeList};
+use axum::{
+    extract::State,
+    response::{IntoResponse, Response},
+};
+use http::StatusCode;
+
+use super::body::{Input, Named, Output, ok};
+use crate::{App, Error, keys::Caller};
+
+/// With a file system from the start; it takes of the disk what is written to it.
+#[utoipa::path(post, path = "/v1/volumes", tag = "volumes", request_body = CreateVolume, responses((status = 201, body = Volume)))]
+pub(super) async fn create(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Input(request): Input<CreateVolume>,
+) -> Response {
+    let by_gb = request.size_gb.is_some();
+    match app.volumes.create(&caller.account, request).await {
+        Ok(volume) => Output(StatusCode::CREATED, volume).into_response(),
+        Err(error) => {
+            // The client that speaks of GB takes a 429 for a reason to try again.
+            let over_quota = error.code == ErrorCode::QuotaExceeded;
+            let mut response = error.into_response();
+            if by_gb && over_quota {
+                *response.status_mut() = StatusCode::FORBIDDEN;
+            }
+            response
+        }
+    }
+}
+
+/// Oldest first; the same list under both names.
+#[utoipa::path(get, path = "/v1/volumes", tag = "volumes", responses((status = 200, body = VolumeList)))]
+pub(super) async fn list(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+) -> Result<Output<VolumeList>, Error> {
+    Ok(ok(app.volumes.list(&caller.account).await?.into()))
+}
+
+#[utoipa::path(get, path = "/v1/volumes/{id}", tag = "volumes", params(("id" = String, Path,)), responses((status = 200, body = Volume)))]
+pub(super) async fn get(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Named(id): Named,
+) -> Result<Output<Volume>, Error> {
+    Ok(ok(app.volumes.get(&caller.account, &id).await?))
+}
+
+/// It grows with its file system, attached or not; it never shrinks.
+#[utoipa::path(patch, path = "/v1/volumes/{id}", tag = "volumes", params(("id" = String, Path,)), request_body = UpdateVolume,
+    responses((status = 200, body = Volume)))]
+pub(super) async fn update(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Named(id): Named,
+    Input(request): Input<UpdateVolume>,
+) -> Result<Output<Volume>, Error> {
+    Ok(ok(app.sandboxes.grow_volume(&caller.account, &id, request).await?))
+}
+
+/// For ever. Not while it is attached.
+#[utoipa::path(delete, path = "/v1/volumes/{id}", tag = "volumes", params(("id" = String, Path,)), responses((status = 204)))]
+pub(super) async fn delete(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Named(id): Named,
+) -> Result<StatusCode, Error> {
+    app.volumes.delete(&caller.account, &id).await?;
+    Ok(StatusCode::NO_CONTENT)
+}

@@ -1,0 +1,228 @@
+//! Forks: children that start from one instant of their parent.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use api::{
+    AccountId, EventKind, Fork, ForkTree, Forked, ForkedTree, Promote, Promoted, Sandbox,
+    SandboxId, SnapshotId,
+};
+use tokio::time::Instant;
+
+use super::{
+    Sandboxes,
+    create::{Draft, check_metadata, ttl_of},
+    registry::Entry,
+};
+use crate::Error;
+
+const MOST_CHILDREN: u32 = 16;
+/// In a child's metadata: which tree it is of.
+const TREE: &str = "fork_tree_id";
+const PARENT: &str = "fork_parent_id";
+/// In a tree's metadata: its children's time to live, in seconds.
+const EXPLORE_TTL: &str = "explore_ttl";
+
+impl Sandboxes {
+    /// # Errors
+    /// As for a create; all children or none.
+    pub async fn fork(
+        self: &Arc<Self>,
+        account: &AccountId,
+        id: &SandboxId,
+        request: Fork,
+    ) -> Result<Forked, Error> {
+        let parent = self.registry.find(account, id)?;
+        let count = request.count.unwrap_or(1);
+        let metadata = request.metadata.unwrap_or_default();
+        let (snapshot, children) = self.branch(&parent, count, metadata, None).await?;
+        // They hold what they need of it.
+        self.remove_snapshot(&snapshot).await?;
+        let Some(first) = children.first().cloned() else {
+            return Err(Error::internal("a fork without children"));
+        };
+        Ok(Forked { sandbox: first, children })
+    }
+
+    /// # Errors
+    /// As for a create; all children or none.
+    pub async fn fork_tree(
+        self: &Arc<Self>,
+        account: &AccountId,
+        id: &SandboxId,
+        request: ForkTree,
+    ) -> Result<ForkedTree, Error> {
+        let parent = self.registry.find(account, id)?;
+        let tree_id = uuid::Uuid::new_v4().to_string();
+        let metadata = request.metadata.unwrap_or_default();
+        let (snapshot_id, children) =
+            self.branch(&parent, request.count, metadata, Some(tree_id.clone())).await?;
+        Ok(ForkedTree { tree_id, parent_id: *id, snapshot_id, children })
+    }
+
+    async fn branch(
+        self: &Arc<Self>,
+        parent: &Arc<Entry>,
+        count: u32,
+        added: BTreeMap<String, String>,
+        tree: Option<String>,
+    ) -> Result<(SnapshotId, Vec<Sandbox>), Error> {
+        let began = Instant::now();
+        if !(1..=MOST_CHILDREN).contains(&count) {
+            return Err(Error::invalid(format!("`count` must be between 1 and {MOST_CHILDREN}")));
+        }
+        let explore_ttl = match added.get(EXPLORE_TTL) {
+            Some(text) => {
+                let seconds = text.parse().map_err(|_| {
+                    Error::invalid("`metadata.explore_ttl` must be a number of seconds")
+                })?;
+                ttl_of(Some(seconds), None)?
+            }
+            None => None,
+        };
+        let parent_row = parent.row();
+        let (mut metadata, ttl, account) =
+            (parent_row.metadata, parent_row.ttl_seconds, parent_row.account);
+        // Of an earlier fork.
+        metadata.remove(TREE);
+        metadata.extend(added);
+        metadata.insert(PARENT.to_owned(), parent.look(|row| row.id).to_string());
+        metadata.extend(tree.iter().map(|tree| (TREE.to_owned(), tree.clone())));
+        check_metadata(&metadata)?;
+
+        let snapshot = self.take_snapshot(parent, String::new(), tree).await?;
+        let children = self.children(&snapshot.id, &account, count, |saved_row, saved| Draft {
+            account: account.clone(),
+            template: saved_row.template.clone(),
+            saved,
+            cpu: saved_row.cpu,
+            memory_mb: saved_row.memory_mb,
+            disk_mb: saved_row.disk_mb,
+            metadata: metadata.clone(),
+            // A child is its parent's copy, down to what its commands are given.
+            environment: parent_row.environment.clone(),
+            network: parent_row.network.clone(),
+            ttl_seconds: explore_ttl.unwrap_or(ttl),
+            from_snapshot: Some(snapshot.id),
+            volumes: Vec::new(),
+            began,
+        });
+        match children.await {
+            Ok(children) => {
+                self.tell(parent, EventKind::Forked, Some(format!("{count} children")));
+                Ok((snapshot.id, children))
+            }
+            Err(error) => {
+                self.remove_snapshot(&snapshot.id).await?;
+                Err(error)
+            }
+        }
+    }
+
+    /// Side by side from one image. When one cannot be had, none is.
+    async fn children(
+        self: &Arc<Self>,
+        snapshot: &SnapshotId,
+        account: &AccountId,
+        count: u32,
+        draft: impl Fn(&crate::db::SnapshotRow, Arc<super::saved::SavedMachine>) -> Draft,
+    ) -> Result<Vec<Sandbox>, Error> {
+        let (row, saved) = self.saved_snapshot(account, snapshot).await?;
+        let drafts = (0..count).map(|_| draft(&row, Arc::clone(&saved)));
+        let made = futures::future::join_all(drafts.map(|draft| self.create_draft(draft))).await;
+        let (mut children, mut failure) = (Vec::new(), None);
+        for outcome in made {
+            match outcome {
+                Ok(child) => children.push(child),
+                Err(error) => failure = Some(error),
+            }
+        }
+        let Some(failure) = failure else { return Ok(children) };
+        for child in children {
+            if let Err(error) = self.delete(account, &child.id).await {
+                tracing::warn!(sandbox = %child.id, %error, "a child of a fork that failed goes later");
+            }
+        }
+        Err(failure)
+    }
+
+    /// Takes a child out of its tree, and ends its siblings if so asked.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone; 400 when there is no tree to clean up.
+    pub async fn promote(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+        request: Promote,
+    ) -> Result<Promoted, Error> {
+        let entry = self.registry.find(account, id)?;
+        entry.accept(super::state::Wish::Change, self.clock.steady_ms())?;
+        let own_tree = entry.look(|row| row.metadata.get(TREE).cloned());
+        let tree_id = request.tree_id.or(own_tree);
+        let cleanup = request.cleanup_siblings.unwrap_or(false);
+        if cleanup && tree_id.is_none() {
+            return Err(Error::invalid(
+                "`tree_id` is missing, and the sandbox is of no tree: there are no siblings to clean up",
+            ));
+        }
+        let was_explored = entry.look(|row| row.metadata.contains_key(EXPLORE_TTL));
+        entry.change(|row| {
+            row.metadata.remove(TREE);
+            row.metadata.remove(EXPLORE_TTL);
+        });
+        self.save_row(&entry).await?;
+        if was_explored {
+            // What only bounded the search does not end its result.
+            let ttl_seconds = i64::try_from(self.default_ttl.as_secs()).ok();
+            let update = api::UpdateLifecycle { ttl_seconds, ..api::UpdateLifecycle::default() };
+            self.update_lifecycle(account, id, update).await?;
+        }
+        let mut promoted =
+            Promoted { winner: *id, tree_id, deleted: Vec::new(), failures: BTreeMap::new() };
+        if let Some(tree) = promoted.tree_id.as_ref().filter(|_| cleanup) {
+            for sibling in self.of_tree(account, tree) {
+                match self.delete(account, &sibling).await {
+                    Ok(()) => promoted.deleted.push(sibling),
+                    Err(error) if error.code == api::ErrorCode::NotFound => {}
+                    Err(error) => {
+                        promoted.failures.insert(sibling.to_string(), error.message);
+                    }
+                }
+            }
+            self.end_tree(tree).await;
+        }
+        self.tell(&entry, EventKind::Promoted, promoted.tree_id.clone());
+        Ok(promoted)
+    }
+
+    fn of_tree(&self, account: &AccountId, tree: &str) -> Vec<SandboxId> {
+        let of_this = |entry: &Arc<Entry>| {
+            entry.look(|row| {
+                (row.account == *account && row.metadata.get(TREE).is_some_and(|own| own == tree))
+                    .then_some(row.id)
+            })
+        };
+        self.registry.all().iter().filter_map(of_this).collect()
+    }
+
+    /// The instant that a tree began with goes with its last child.
+    pub(super) async fn leave_tree(&self, entry: &Entry) {
+        let (account, tree) =
+            entry.look(|row| (row.account.clone(), row.metadata.get(TREE).cloned()));
+        if let Some(tree) = tree.filter(|tree| self.of_tree(&account, tree).is_empty()) {
+            self.end_tree(&tree).await;
+        }
+    }
+
+    async fn end_tree(&self, tree: &str) {
+        let ended = async {
+            match self.db.snapshot_of_tree(tree).await? {
+                Some(id) => self.remove_snapshot(&id).await,
+                None => Ok(()),
+            }
+        };
+        if let Err(error) = ended.await {
+            tracing::warn!(tree, %error, cause = error.causes(), "failed to remove the snapshot of a fork tree");
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Hibernation: memory and disk lie in the sandbox's directory, no process is left, volumes stay its own.
+//!
+//! Waking restores a clone of what was saved, and that is only removed once the sandbox runs: whatever dies in between,
+//! one of the two is whole.
+
+use std::sync::Arc;
+
+use api::EventKind;
+use store::sandbox_files::SandboxFiles;
+
+use super::{
+    Sandboxes,
+    bake::BAKE_PATIENCE as WAKE_PATIENCE,
+    capacity::Need,
+    driver::Inside,
+    pausing::{hold_ttl, release_ttl},
+    pool::Ready,
+    registry::{Entry, locked},
+    saved::SavedMachine,
+    state::State,
+    volumes::Volumes,
+};
+use crate::{Error, blocking::blocking};
+
+impl Sandboxes {
+    pub(super) fn files(&self, entry: &Entry) -> SandboxFiles {
+        SandboxFiles::of(&self.sites.layout, &entry.look(|row| row.id))
+    }
+
+    pub(super) async fn hibernate_machine(self: &Arc<Self>, entry: &Entry) -> Result<(), Error> {
+        let files = self.files(entry);
+        let draft = {
+            let files = files.clone();
+            blocking(move || files.hibernation_draft()).await?
+        };
+        // Volumes stay mounted: nobody else gets them meanwhile.
+        let was_paused = entry.look(|row| row.state) == State::Paused;
+        let saved = match self.save_machine(entry, draft).await {
+            Ok((draft, manifest)) => blocking(move || draft.publish(manifest)).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = saved {
+            if !was_paused {
+                self.go_on(entry).await?;
+            }
+            return Err(error);
+        }
+        let now = self.clock.now_ms();
+        entry.change(|row| {
+            row.state = State::Hibernated;
+            row.slot = None;
+            hold_ttl(row, now);
+        });
+        // Before the process ends: without the row, an ended process is a loss.
+        self.write_down(entry).await;
+        let gone = self.past_traffic.take_inside(entry);
+        if let Some(site) = gone.and_then(|inside| inside.take_site()) {
+            site.end_machine().await;
+            self.tasks.spawn(site.remove_network());
+        }
+        blocking(move || files.remove_rootfs()).await.unwrap_or_else(|error| {
+            tracing::warn!(%error, cause = error.causes(), "failed to remove the disk of a sandbox that hibernates");
+        });
+        self.tell(entry, EventKind::Hibernated, None);
+        Ok(())
+    }
+
+    pub(super) async fn wake_machine(&self, entry: &Entry) -> Result<(), Error> {
+        let files = self.files(entry);
+        let stored = {
+            let files = files.clone();
+            blocking(move || files.hibernation()).await?
+        };
+        let stored =
+            stored.ok_or_else(|| Error::internal("a hibernated sandbox without its files"))?;
+        let spec = self.spec_of(&stored.manifest)?;
+        let saved = SavedMachine::of_store(String::new(), spec, &stored);
+        let need = Need::of_clone(entry.look(|row| row.memory_mb) << 20);
+        let _admitted = self.admit(need, WAKE_PATIENCE).await?;
+        let Ready { site, prepared } = self.pool.start(&saved).await?;
+        let _no_other_change = entry.network_changes.lock().await;
+        let machine = match self.bring_up(entry, &saved, prepared, &site, Volumes::AsTheyWere).await
+        {
+            Ok(machine) => machine,
+            Err(error) => {
+                site.remove().await;
+                return Err(error);
+            }
+        };
+        let slot = site.number();
+        entry.put_inside(Inside::new(machine, site));
+        let now = self.clock.now_ms();
+        entry.change(|row| {
+            row.state = State::Running;
+            row.slot = Some(slot);
+            release_ttl(row, now);
+        });
+        self.write_down(entry).await;
+        blocking(move || files.remove_hibernation()).await.unwrap_or_else(|error| {
+            tracing::warn!(%error, cause = error.causes(), "failed to remove what a woken sandbox had hibernated in");
+        });
+        self.tell(entry, EventKind::Woken, None);
+        Ok(())
+    }
+
+    /// What a server that died in the middle of it left: `true` when the sandbox hibernates all the same.
+    pub(super) async fn hibernation_was_done(&self, entry: &Entry) -> bool {
+        let files = self.files(entry);
+        match blocking(move || files.hibernation()).await {
+            Ok(found) => found.is_some(),
+            Err(error) => {
+                tracing::warn!(%error, cause = error.causes(), "what a sandbox hibernated in cannot be read");
+                false
+            }
+        }
+    }
+
+    pub(super) async fn forget_hibernation(&self, entry: &Entry) {
+        let files = self.files(entry);
+        if let Err(error) = blocking(move || files.remove_hibernation()).await {
+            tracing::warn!(%error, cause = error.causes(), "failed to remove an unfinished hibernation");
+        }
+    }
+}
+
+impl Entry {
+    pub(super) fn put_inside(&self, inside: Inside) {
+        *locked(&self.inside) = Some(Arc::new(inside));
+    }
+}

@@ -1,0 +1,74 @@
+//! Pausing: the virtual CPUs stand still, memory stays, and so does the time to live.
+
+use std::time::Duration;
+
+use api::EventKind;
+use machine::guest::Request;
+
+use super::{Sandboxes, driver::ANSWER_DEADLINE, registry::Entry, state::State};
+use crate::{Error, db::SandboxRow};
+
+/// The guest gives up by itself before.
+pub(super) const QUIESCE_DEADLINE: Duration = Duration::from_secs(20);
+
+impl Sandboxes {
+    /// Quiet first, so that what the guest has written is on its disk however long the pause takes.
+    pub(super) async fn pause_machine(&self, entry: &Entry) -> Result<(), Error> {
+        let inside = entry.inside().ok_or_else(super::registry::not_found)?;
+        let guest = entry.guest().ok_or_else(super::registry::not_found)?;
+        guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
+        if let Err(error) = inside.machine.stop().await {
+            self.go_on(entry).await?;
+            return Err(error.into());
+        }
+        let now = self.clock.now_ms();
+        entry.change(|row| {
+            row.state = State::Paused;
+            hold_ttl(row, now);
+        });
+        self.write_down(entry).await;
+        self.tell(entry, EventKind::Paused, None);
+        Ok(())
+    }
+
+    pub(super) async fn resume_machine(&self, entry: &Entry) -> Result<(), Error> {
+        self.go_on(entry).await?;
+        let now = self.clock.now_ms();
+        entry.change(|row| {
+            row.state = State::Running;
+            release_ttl(row, now);
+        });
+        self.write_down(entry).await;
+        self.tell(entry, EventKind::Resumed, None);
+        Ok(())
+    }
+
+    /// Ends the quiet of a machine that runs or stands still. Idempotent.
+    pub(super) async fn go_on(&self, entry: &Entry) -> Result<(), Error> {
+        let inside = entry.inside().ok_or_else(super::registry::not_found)?;
+        if !inside.machine.is_running().await? {
+            inside.machine.resume().await?;
+        }
+        let guest = match entry.guest().filter(|guest| !guest.is_lost()) {
+            Some(guest) => guest,
+            None => inside.machine.connect_guest(ANSWER_DEADLINE).await?,
+        };
+        let thaw = Request::Thaw { unix_time_ns: self.clock.now_ns() };
+        guest.call(thaw, ANSWER_DEADLINE).await?;
+        Ok(())
+    }
+}
+
+/// From now on the time to live stands still.
+pub(super) fn hold_ttl(row: &mut SandboxRow, now: i64) {
+    if let Some(end) = row.expires_at.take() {
+        row.ttl_left_ms = Some((end - now).max(0));
+    }
+}
+
+/// It goes on where it was held.
+pub(super) fn release_ttl(row: &mut SandboxRow, now: i64) {
+    if let Some(left) = row.ttl_left_ms.take() {
+        row.expires_at = Some(now.saturating_add(left));
+    }
+}

@@ -1,0 +1,258 @@
+//! Snapshots: memory and disk of one instant, kept apart from the sandbox they were taken of.
+
+use std::{sync::Arc, time::Duration};
+
+use api::{AccountId, EventKind, SandboxId, Snapshot, SnapshotId};
+use machine::guest::Request;
+use tokio::sync::MutexGuard;
+
+use super::{
+    Sandboxes,
+    driver::ANSWER_DEADLINE,
+    pausing::QUIESCE_DEADLINE,
+    registry::{self, Entry, locked},
+    saved::{SavedMachine, snapshot_key},
+    state::{State, Wish},
+    volumes::mount,
+};
+use crate::{Error, blocking::blocking, clock, db::SnapshotRow};
+
+/// Whoever else does something to the machine ends within its own deadlines.
+const TURN: Duration = Duration::from_secs(25);
+const LONGEST_NAME: usize = 256;
+
+impl Sandboxes {
+    /// The sandbox goes on, whether this works or not.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone; 409 in states without memory to save, or while a process holds a volume; 507
+    /// without room.
+    pub async fn snapshot(
+        self: &Arc<Self>,
+        account: &AccountId,
+        id: &SandboxId,
+        name: Option<String>,
+    ) -> Result<Snapshot, Error> {
+        let name = name.unwrap_or_default();
+        if name.len() > LONGEST_NAME || name.contains('\0') {
+            return Err(Error::invalid(format!(
+                "`name` must have at most {LONGEST_NAME} bytes, without NUL"
+            )));
+        }
+        let entry = self.registry.find(account, id)?;
+        let row = self.take_snapshot(&entry, name, None).await?;
+        self.tell(&entry, EventKind::Snapshotted, Some(row.id.to_string()));
+        self.shown_snapshot(row).await
+    }
+
+    /// Goes on to its end when whoever asked has gone: a machine is not left standing still.
+    pub(super) async fn take_snapshot(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        name: String,
+        tree: Option<String>,
+    ) -> Result<SnapshotRow, Error> {
+        let (sandboxes, entry) = (Arc::clone(self), Arc::clone(entry));
+        let task = self.tasks.spawn(async move {
+            let _in_use = entry.usage.begin();
+            entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
+            let hibernates = entry.look(|row| row.state) == State::Hibernated;
+            if hibernates && !locked(&entry.attachments).is_empty() {
+                // Its volumes are mounted in what was saved; a snapshot never holds one.
+                sandboxes.awake(&entry).await?;
+            }
+            let turn = tokio::time::timeout(TURN, entry.turn.lock()).await.map_err(|_| {
+                Error::busy(
+                    "something else is just being done to the sandbox; try again shortly",
+                    2,
+                )
+            })?;
+            entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
+            sandboxes.snapshot_in_turn(&entry, name, tree, &turn).await
+        });
+        task.await.map_err(Error::internal)?
+    }
+
+    async fn snapshot_in_turn(
+        &self,
+        entry: &Entry,
+        name: String,
+        tree: Option<String>,
+        _turn: &MutexGuard<'_, ()>,
+    ) -> Result<SnapshotRow, Error> {
+        let row = entry.look(|row| SnapshotRow {
+            id: SnapshotId::random(),
+            account: row.account.clone(),
+            sandbox: row.id,
+            template: row.template.clone(),
+            name,
+            cpu: row.cpu,
+            memory_mb: row.memory_mb,
+            disk_mb: row.disk_mb,
+            tree,
+            created_at: self.clock.now_ms(),
+        });
+        let (layout, id) = (self.sites.layout.clone(), row.id);
+        let draft = blocking(move || store::snapshot::draft(&layout, &id)).await?;
+        let (draft, manifest) = match entry.look(|row| row.state) {
+            State::Hibernated => {
+                let files = self.files(entry);
+                blocking(move || {
+                    let saved = files.hibernation()?.ok_or(store::Error::NotFound {
+                        what: "hibernated machine",
+                        id: id.to_string(),
+                    })?;
+                    let manifest = saved.manifest.clone();
+                    draft.clone_all_of(&saved)?;
+                    Ok((draft, manifest))
+                })
+                .await?
+            }
+            State::Creating | State::Running | State::Paused | State::Stopped | State::Failed => {
+                let let_go = self.unmount_volumes(entry).await;
+                let saved = match let_go {
+                    Ok(()) => self.save_machine(entry, draft).await,
+                    Err(error) => Err(error),
+                };
+                self.after_the_window(entry).await?;
+                saved?
+            }
+        };
+        blocking(move || draft.publish(manifest)).await?;
+        // The files come first: without a row they are swept, a row without files would be a lie.
+        if let Err(error) = self.db.insert_snapshot(&row).await {
+            let (layout, id) = (self.sites.layout.clone(), row.id);
+            blocking(move || store::snapshot::remove(&layout, &id)).await?;
+            return Err(error);
+        }
+        tracing::info!(snapshot = %row.id, sandbox = %row.sandbox, "snapshot taken");
+        Ok(row)
+    }
+
+    /// A restored sandbox shall hold nothing of a volume that it no longer has.
+    async fn unmount_volumes(&self, entry: &Entry) -> Result<(), Error> {
+        let slots: Vec<u8> = locked(&entry.attachments).iter().map(|held| held.slot).collect();
+        if slots.is_empty() {
+            return Ok(());
+        }
+        let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
+            return Err(registry::not_found());
+        };
+        if entry.look(|row| row.state) == State::Paused {
+            // Still quiet: none of the user's processes goes on.
+            inside.machine.resume().await?;
+        } else {
+            guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
+        }
+        guest.call(Request::VolumesUnmount { slots }, QUIESCE_DEADLINE).await?;
+        Ok(())
+    }
+
+    /// However the save went, the sandbox is as it was before.
+    async fn after_the_window(&self, entry: &Entry) -> Result<(), Error> {
+        if entry.look(|row| row.state) != State::Paused {
+            return self.go_on(entry).await;
+        }
+        let volumes: Vec<_> = locked(&entry.attachments).iter().map(mount).collect();
+        let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
+            return Err(registry::not_found());
+        };
+        if !volumes.is_empty() {
+            if !inside.machine.is_running().await? {
+                inside.machine.resume().await?;
+            }
+            guest.call(Request::VolumesMount { volumes }, ANSWER_DEADLINE).await?;
+            inside.machine.stop().await?;
+        }
+        Ok(())
+    }
+
+    async fn shown_snapshot(&self, row: SnapshotRow) -> Result<Snapshot, Error> {
+        let (layout, id) = (self.sites.layout.clone(), row.id);
+        let sizes = blocking(move || store::snapshot::sizes(&layout, &id)).await?;
+        Ok(Snapshot {
+            id: row.id,
+            sandbox_id: row.sandbox,
+            template: row.template,
+            name: row.name,
+            cpu: row.cpu,
+            memory_mb: row.memory_mb,
+            disk_mb: row.disk_mb,
+            size_bytes: sizes.own_bytes,
+            total_bytes: sizes.total_bytes,
+            created_at: clock::from_ms(row.created_at),
+        })
+    }
+
+    /// # Errors
+    /// 404 when it is not theirs or gone.
+    pub async fn get_snapshot(
+        &self,
+        account: &AccountId,
+        id: &SnapshotId,
+    ) -> Result<Snapshot, Error> {
+        let row = self.db.snapshot(account, id).await?.ok_or_else(snapshot_not_found)?;
+        self.shown_snapshot(row).await
+    }
+
+    /// Newest first.
+    ///
+    /// # Errors
+    /// The database is away.
+    pub async fn list_snapshots(
+        &self,
+        account: &AccountId,
+        sandbox: Option<&SandboxId>,
+    ) -> Result<Vec<Snapshot>, Error> {
+        let mut shown = Vec::new();
+        for row in self.db.snapshots(account).await? {
+            if sandbox.is_none_or(|wanted| *wanted == row.sandbox) {
+                match self.shown_snapshot(row).await {
+                    Ok(snapshot) => shown.push(snapshot),
+                    // Deleted meanwhile.
+                    Err(error) if error.code == api::ErrorCode::NotFound => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(shown)
+    }
+
+    /// Sandboxes that run from it go on.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone.
+    pub async fn delete_snapshot(&self, account: &AccountId, id: &SnapshotId) -> Result<(), Error> {
+        self.db.snapshot(account, id).await?.ok_or_else(snapshot_not_found)?;
+        self.remove_snapshot(id).await
+    }
+
+    pub(super) async fn remove_snapshot(&self, id: &SnapshotId) -> Result<(), Error> {
+        self.db.delete_snapshot(id).await?;
+        self.pool.forget(&snapshot_key(id)).await;
+        let (layout, id) = (self.sites.layout.clone(), *id);
+        blocking(move || store::snapshot::remove(&layout, &id)).await
+    }
+
+    /// To start sandboxes from.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone; 409 when this host cannot continue it.
+    pub(super) async fn saved_snapshot(
+        &self,
+        account: &AccountId,
+        id: &SnapshotId,
+    ) -> Result<(SnapshotRow, Arc<SavedMachine>), Error> {
+        let unknown = || Error::not_found("`from_snapshot`: there is no snapshot with this id");
+        let row = self.db.snapshot(account, id).await?.ok_or_else(unknown)?;
+        let (layout, id) = (self.sites.layout.clone(), row.id);
+        let stored =
+            blocking(move || store::snapshot::get(&layout, &id)).await?.ok_or_else(unknown)?;
+        let spec = self.spec_of(&stored.manifest)?;
+        Ok((row, Arc::new(SavedMachine::of_store(snapshot_key(&id), spec, &stored))))
+    }
+}
+
+fn snapshot_not_found() -> Error {
+    Error::not_found("there is no snapshot with this id; list them with GET /v1/snapshots")
+}

@@ -1,0 +1,96 @@
+//! From one state of rest to another: a request sets the target, and waits until its driver has met it.
+
+use std::{sync::Arc, time::Duration};
+
+use api::{AccountId, Sandbox, SandboxId};
+
+use super::{
+    Sandboxes,
+    registry::Entry,
+    state::{Refusal, Target, Wish, rest},
+    usage::InUse,
+};
+use crate::Error;
+
+/// The longest step, which is saving a large machine to a slow disk.
+const STEP: Duration = Duration::from_secs(120);
+/// For the step of someone else's.
+const QUEUE: Duration = Duration::from_secs(25);
+
+impl Sandboxes {
+    /// Its virtual CPUs stand still when this returns. Idempotent.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone; 409 in states that cannot be paused.
+    pub async fn pause(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> {
+        let entry = self.registry.find(account, id)?;
+        self.reach(&entry, Wish::Pause, Target::Paused).await
+    }
+
+    /// It runs when this returns, whether it was paused or hibernated. Idempotent.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone; 409 in states from which it cannot go on.
+    pub async fn run(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> {
+        let entry = self.registry.find(account, id)?;
+        self.reach(&entry, Wish::Run, Target::Running).await?;
+        self.get(account, id)
+    }
+
+    /// No process of it is left when this returns. Idempotent.
+    ///
+    /// # Errors
+    /// 404 when it is not theirs or gone; 409 in states without memory to save; 507 without room.
+    pub async fn hibernate(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> {
+        let entry = self.registry.find(account, id)?;
+        self.reach(&entry, Wish::Hibernate, Target::Hibernated).await?;
+        self.get(account, id)
+    }
+
+    pub(super) async fn reach(
+        &self,
+        entry: &Entry,
+        wish: Wish,
+        target: Target,
+    ) -> Result<(), Error> {
+        let busy = || {
+            Error::busy("something else is just being done to the sandbox; try again shortly", 2)
+        };
+        let _first =
+            tokio::time::timeout(QUEUE, entry.requests.lock()).await.map_err(|_| busy())?;
+        entry.accept(wish, self.clock.steady_ms())?;
+        if entry.look(|row| row.target == target && rest(row.state) == target) {
+            return Ok(());
+        }
+        let step = entry.watch_step();
+        entry.change(|row| {
+            if row.target != Target::Deleted {
+                row.target = target;
+            }
+        });
+        // The driver writes the row when the step is done; until then a server that dies leaves the sandbox as it was.
+        entry.target_changed.notify_one();
+        match tokio::time::timeout(STEP, step).await {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(_)) | Err(_) => Err(busy()),
+        }
+    }
+
+    /// A hibernated one is woken. In use, so that it does not hibernate again, until the answer is dropped.
+    ///
+    /// # Errors
+    /// As [`Sandboxes::running`].
+    pub(super) async fn awake(&self, entry: &Arc<Entry>) -> Result<InUse, Error> {
+        let in_use = entry.usage.begin();
+        let now = self.clock.steady_ms();
+        match entry.check(Wish::Inside, now) {
+            Ok(()) => Ok(in_use),
+            Err(Refusal::Hibernated) => {
+                self.reach(entry, Wish::Run, Target::Running).await?;
+                entry.accept(Wish::Inside, self.clock.steady_ms())?;
+                Ok(in_use)
+            }
+            Err(_) => entry.accept(Wish::Inside, now).map(|()| in_use),
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! The volumes of a sandbox: claimed at its create, behind its machine's slots, given back when the machine is dead.
+
+use std::{fs::File, time::Duration};
+
+use api::{AccountId, SandboxId, UpdateVolume, Volume, VolumeMount};
+use machine::{
+    READ_ONLY_SLOTS, VolumeDisk, WRITABLE_SLOTS,
+    guest::{Mount, Request},
+};
+use serde_bytes::ByteBuf;
+use store::volume::Access;
+
+use super::{
+    Sandboxes,
+    driver::{ANSWER_DEADLINE, Inside},
+    registry::{self, Entry, locked},
+    state::State,
+};
+use crate::{Error, blocking::blocking, db::AttachmentRow, volume::Growth};
+
+/// Processes that hold a volume are asked to end, then ended.
+const RELEASE_GRACE_MS: u32 = 500;
+/// Everything that was written has to reach the host's disk.
+const RELEASE_DEADLINE: Duration = Duration::from_secs(30);
+const GROW_DEADLINE: Duration = Duration::from_secs(60);
+const LONGEST_PATH: usize = 1024;
+
+/// What a start does with mount points.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Volumes {
+    Mounted,
+    /// The saved machine has them mounted, and nobody else had them since.
+    AsTheyWere,
+}
+
+/// One volume, open for its machine.
+pub(super) struct Attached {
+    row: AttachmentRow,
+    file: File,
+    bytes: u64,
+}
+
+impl Attached {
+    pub(super) fn mount(&self) -> Mount {
+        mount(&self.row)
+    }
+
+    pub(super) fn into_disk(self) -> (u8, VolumeDisk) {
+        let disk = VolumeDisk { file: self.file, read_only: self.row.read_only, bytes: self.bytes };
+        (self.row.slot, disk)
+    }
+}
+
+pub(super) fn mount(row: &AttachmentRow) -> Mount {
+    Mount {
+        slot: row.slot,
+        path: ByteBuf::from(row.mount_path.as_bytes()),
+        read_only: row.read_only,
+    }
+}
+
+/// Where each goes: its slot and its path. Nothing is claimed yet.
+pub(super) fn places(wanted: &[VolumeMount]) -> Result<Vec<(u8, String)>, Error> {
+    let (mut writable, mut read_only) = (0, WRITABLE_SLOTS);
+    let mut places: Vec<(u8, String)> = Vec::new();
+    for (index, volume) in wanted.iter().enumerate() {
+        let path = match volume.mount_path.as_deref().filter(|path| !path.is_empty()) {
+            Some(path) => checked_path(index, path)?,
+            None => format!("/mnt/{}", volume.name),
+        };
+        if places.iter().any(|(_, other)| *other == path) {
+            return Err(Error::invalid(format!(
+                "`volumes[{index}]`: another one is mounted at {path} already; give it a `mount_path` of its own"
+            )));
+        }
+        let (next, end) = if volume.read_only {
+            (&mut read_only, WRITABLE_SLOTS + READ_ONLY_SLOTS)
+        } else {
+            (&mut writable, WRITABLE_SLOTS)
+        };
+        if *next == end {
+            return Err(Error::invalid(format!(
+                "`volumes`: a sandbox can have {WRITABLE_SLOTS} that it writes and {READ_ONLY_SLOTS} that it reads"
+            )));
+        }
+        places.push((u8::try_from(*next).map_err(Error::internal)?, path));
+        *next += 1;
+    }
+    Ok(places)
+}
+
+/// Without `.`, `..` and double slashes, so that one place has one name.
+fn checked_path(index: usize, path: &str) -> Result<String, Error> {
+    let refuse = |why: &str| Error::invalid(format!("`volumes[{index}].mount_path` {why}"));
+    if !path.starts_with('/') || path.len() > LONGEST_PATH || path.contains('\0') {
+        return Err(refuse("must be an absolute path without NUL, of at most 1024 bytes"));
+    }
+    let parts: Vec<_> = path.split('/').filter(|part| !part.is_empty()).collect();
+    if parts.iter().any(|part| matches!(*part, "." | "..")) {
+        return Err(refuse("must not hold `.` or `..`"));
+    }
+    match parts.first() {
+        None | Some(&("proc" | "sys" | "dev")) => {
+            Err(refuse("must not be `/`, nor lie below `/proc`, `/sys` or `/dev`"))
+        }
+        Some(_) => Ok(format!("/{}", parts.join("/"))),
+    }
+}
+
+impl Entry {
+    pub(super) fn shown_volumes(&self) -> Vec<VolumeMount> {
+        locked(&self.attachments)
+            .iter()
+            .map(|held| VolumeMount {
+                name: held.name.to_string(),
+                read_only: held.read_only,
+                mount_path: Some(held.mount_path.clone()),
+            })
+            .collect()
+    }
+}
+
+impl Sandboxes {
+    /// Whom to ask, in the order of `wanted`.
+    pub(super) async fn attachments(
+        &self,
+        account: &AccountId,
+        sandbox: SandboxId,
+        wanted: &[VolumeMount],
+    ) -> Result<Vec<AttachmentRow>, Error> {
+        let places = places(wanted)?;
+        let names = wanted.iter().map(|volume| volume.name.as_str());
+        let rows = self.volumes.resolve(account, names).await?;
+        let mut attachments: Vec<AttachmentRow> = Vec::new();
+        for (index, ((row, (slot, mount_path)), wish)) in
+            rows.iter().zip(places).zip(wanted).enumerate()
+        {
+            if attachments.iter().any(|other| other.volume == row.id) {
+                return Err(Error::invalid(format!(
+                    "`volumes[{index}]`: the volume is named twice"
+                )));
+            }
+            attachments.push(AttachmentRow {
+                volume: row.id,
+                sandbox,
+                slot,
+                read_only: wish.read_only,
+                mount_path,
+                name: row.name.clone(),
+            });
+        }
+        Ok(attachments)
+    }
+
+    /// For a machine that is about to be loaded.
+    pub(super) async fn open_volumes(&self, entry: &Entry) -> Result<Vec<Attached>, Error> {
+        let rows = locked(&entry.attachments).clone();
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let layout = self.sites.layout.clone();
+        blocking(move || {
+            rows.into_iter()
+                .map(|row| {
+                    let access = if row.read_only { Access::ReadOnly } else { Access::Writable };
+                    let file = store::volume::open(&layout, &row.volume, access)?;
+                    let bytes = store::volume::bytes(&layout, &row.volume)?;
+                    Ok(Attached { row, file, bytes })
+                })
+                .collect()
+        })
+        .await
+    }
+
+    /// Before the machine ends: what its processes have written is on the disk then.
+    pub(super) async fn flush_volumes(&self, entry: &Entry, inside: &Inside) {
+        // A paused one was flushed when it was paused.
+        let running = entry.look(|row| row.state) == State::Running;
+        let writes = locked(&entry.attachments).iter().any(|held| !held.read_only);
+        let Some(guest) = inside.machine.guest().filter(|_| running && writes) else { return };
+        let release = Request::Release { grace_ms: RELEASE_GRACE_MS };
+        if let Err(error) = guest.call(release, RELEASE_DEADLINE).await {
+            // Its journal is replayed instead.
+            tracing::warn!(sandbox = %entry.look(|row| row.id), %error, "a guest did not let go of its volumes");
+        }
+    }
+
+    /// Its machine is dead.
+    pub(super) async fn release_volumes(&self, entry: &Entry) {
+        let held = locked(&entry.attachments).clone();
+        if held.is_empty() {
+            return;
+        }
+        let id = entry.look(|row| row.id);
+        while let Err(error) = self.volumes.free(&id, &held).await {
+            tracing::error!(sandbox = %id, cause = error.causes(), "failed to free the volumes of a sandbox");
+            if !self.pause_for_database().await {
+                return;
+            }
+        }
+        locked(&entry.attachments).clear();
+    }
+
+    /// # Errors
+    /// 400 for less than it has; 409 where its file system cannot be told.
+    pub async fn grow_volume(
+        &self,
+        account: &AccountId,
+        id_or_name: &str,
+        request: UpdateVolume,
+    ) -> Result<Volume, Error> {
+        let (row, held, bytes) = match self.volumes.grow(account, id_or_name, &request).await? {
+            Growth::Done(volume) => return Ok(volume),
+            Growth::Attached { row, held, bytes } => (row, held, bytes),
+        };
+        let entry = self.registry.find(account, &held.sandbox)?;
+        let _in_use = self.awake(&entry).await?;
+        let _turn = entry.turn.lock().await;
+        let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
+            return Err(registry::not_found());
+        };
+        self.volumes.lengthen(row.id, bytes).await?;
+        inside.machine.resize_volume(held.slot, bytes).await?;
+        guest
+            .call(Request::VolumeGrow { slot: held.slot }, GROW_DEADLINE.max(ANSWER_DEADLINE))
+            .await?;
+        self.volumes.grown(row, held, bytes).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wish(name: &str, read_only: bool, mount_path: Option<&str>) -> VolumeMount {
+        VolumeMount { name: name.to_owned(), read_only, mount_path: mount_path.map(str::to_owned) }
+    }
+
+    #[test]
+    fn each_kind_of_slot_is_filled_from_its_first() {
+        let wanted =
+            [wish("a", false, None), wish("b", true, Some("/data//b/")), wish("c", false, None)];
+        let expected = [(0, "/mnt/a"), (8, "/data/b"), (1, "/mnt/c")];
+        assert_eq!(places(&wanted).unwrap(), expected.map(|(slot, path)| (slot, path.to_owned())));
+    }
+
+    #[test]
+    fn there_are_no_more_volumes_than_slots() {
+        for read_only in [false, true] {
+            let mut wanted: Vec<_> =
+                (0..8).map(|n| wish(&format!("v{n}"), read_only, None)).collect();
+            assert_eq!(places(&wanted).unwrap().len(), 8);
+            wanted.push(wish("one-more", read_only, None));
+            assert!(places(&wanted).is_err());
+        }
+    }
+
+    #[test]
+    fn a_volume_is_not_mounted_where_it_would_break_the_guest_or_another() {
+        for bad in
+            ["relative", "/", "//", "/proc/x", "/sys", "/dev/shm", "/a/../etc", "/./a", "/a\0b"]
+        {
+            assert!(places(&[wish("a", false, Some(bad))]).is_err(), "{bad:?}");
+        }
+        assert!(
+            places(&[wish("a", false, Some("/data")), wish("b", true, Some("/data/"))]).is_err()
+        );
+        assert!(places(&[wish("a", false, Some("/process"))]).is_ok());
+    }
+}

@@ -1,0 +1,226 @@
+//! What changes volumes: made, copied, grown, deleted.
+
+use api::{AccountId, CreateVolume, UpdateVolume, Volume, VolumeId, VolumeKind};
+
+use super::{LEAST_MB, Volumes, check_size, not_found, shown, taken};
+use crate::{
+    Error,
+    blocking::blocking,
+    db::{AttachmentRow, VolumeRow},
+};
+
+/// What a growth still needs.
+pub(crate) enum Growth {
+    Done(Volume),
+    /// The writer's machine and guest must be told: see [`Volumes::grown`].
+    Attached {
+        row: VolumeRow,
+        held: AttachmentRow,
+        bytes: u64,
+    },
+}
+
+impl Volumes {
+    /// # Errors
+    /// 400 names the bad field; 409 when the name is taken, or the source is being written; 429 or 403 over a limit; 507
+    /// without room.
+    pub async fn create(
+        &self,
+        account: &AccountId,
+        request: CreateVolume,
+    ) -> Result<Volume, Error> {
+        let source = match request.from_volume.as_deref() {
+            Some(name) => Some(self.db.volume(account, name).await?.ok_or_else(|| {
+                Error::not_found("`from_volume`: there is no volume with this name or id")
+            })?),
+            None => None,
+        };
+        let allowed = LEAST_MB..=self.limits.largest_mb;
+        let named = request.size_mb.is_some() || request.size_gb.is_some();
+        let bytes = match &source {
+            Some(source) if !named => source.size_bytes,
+            Some(_) | None => check_size(request.size_mb, request.size_gb, &allowed)?,
+        };
+        if source.as_ref().is_some_and(|source| bytes < source.size_bytes) {
+            return Err(Error::invalid("`size_mb` must be at least the size of `from_volume`"));
+        }
+        let row = VolumeRow {
+            id: VolumeId::random(),
+            account: account.clone(),
+            name: request.name,
+            kind: VolumeKind::Data,
+            size_bytes: bytes,
+            created_at: self.clock.now_ms(),
+        };
+        // The copy is only consistent while nobody writes.
+        let _unchanged = match &source {
+            Some(source) => match self.begin_change(source.id).await? {
+                Ok(changing) => Some(changing),
+                Err(holders) => match holders.iter().find(|held| !held.read_only) {
+                    Some(writer) => return Err(taken(&writer.sandbox)),
+                    None => None,
+                },
+            },
+            None => None,
+        };
+        self.make(&row, source.map(|source| source.id)).await?;
+        Ok(shown(&row, &[]))
+    }
+
+    /// Room under the limits, bytes, row: in one turn, so that creates at once cannot pass a limit together.
+    async fn make(&self, row: &VolumeRow, source: Option<VolumeId>) -> Result<(), Error> {
+        let _gate = self.gate.lock().await;
+        let theirs = self.db.volumes(&row.account).await?;
+        if theirs.iter().any(|other| other.name == row.name) {
+            return Err(name_taken(row));
+        }
+        let provisioned: u64 = theirs.iter().map(|other| other.size_bytes).sum();
+        self.check_limits(theirs.len() + 1, provisioned + row.size_bytes)?;
+        let (layout, id, bytes) = (self.layout.clone(), row.id, row.size_bytes);
+        blocking(move || match source {
+            Some(source) => {
+                store::volume::clone(&layout, &source, &id)?;
+                store::volume::grow_offline(&layout, &id, bytes)
+            }
+            None => store::volume::create(&layout, &id, bytes),
+        })
+        .await?;
+        let inserted = self.db.insert_volume(row).await;
+        if matches!(inserted, Ok(true)) {
+            return Ok(());
+        }
+        let (layout, id) = (self.layout.clone(), row.id);
+        blocking(move || store::volume::remove(&layout, &id)).await?;
+        inserted.and(Err(name_taken(row)))
+    }
+
+    fn check_limits(&self, count: usize, bytes: u64) -> Result<(), Error> {
+        if count > self.limits.most {
+            return Err(Error::quota_exceeded(format!(
+                "an account may have {} volumes; delete some first",
+                self.limits.most
+            )));
+        }
+        match self.limits.total_mb {
+            Some(total) if bytes > total << 20 => Err(Error::quota_exceeded(format!(
+                "an account's volumes may have {total} MiB in all; delete some first, or make this one smaller"
+            ))),
+            Some(_) | None => Ok(()),
+        }
+    }
+
+    /// # Errors
+    /// 404 when it is not theirs or gone; 409 while it is attached.
+    pub async fn delete(&self, account: &AccountId, id_or_name: &str) -> Result<(), Error> {
+        let row = self.find(account, id_or_name).await?;
+        let _changing = match self.begin_change(row.id).await? {
+            Ok(changing) => changing,
+            Err(holders) => {
+                return Err(holders.first().map_or_else(not_found, |held| taken(&held.sandbox)));
+            }
+        };
+        if let Some(holder) = self.db.delete_volume(&row.id).await? {
+            return Err(taken(&holder));
+        }
+        let (layout, id) = (self.layout.clone(), row.id);
+        blocking(move || store::volume::remove(&layout, &id)).await
+    }
+
+    /// Makes it larger, with its file system. One that a sandbox writes needs [`Growth::Attached`] seen to.
+    ///
+    /// # Errors
+    /// 400 for less than it has; 409 while it is read by several, whose file system would change behind them.
+    pub(crate) async fn grow(
+        &self,
+        account: &AccountId,
+        id_or_name: &str,
+        request: &UpdateVolume,
+    ) -> Result<Growth, Error> {
+        let mut row = self.find(account, id_or_name).await?;
+        if request.size_mb.is_none() && request.size_gb.is_none() {
+            return Err(Error::invalid("`size_mb` is missing: what the volume shall grow to"));
+        }
+        let bytes =
+            check_size(request.size_mb, request.size_gb, &(LEAST_MB..=self.limits.largest_mb))?;
+        if bytes < row.size_bytes {
+            return Err(Error::invalid(format!(
+                "`size_mb` must be at least {}: a volume never shrinks",
+                row.size_bytes >> 20
+            )));
+        }
+        let theirs = self.db.volumes(account).await?;
+        let others: u64 =
+            theirs.iter().filter(|other| other.id != row.id).map(|other| other.size_bytes).sum();
+        self.check_limits(theirs.len(), others + bytes)?;
+        let _changing = match self.begin_change(row.id).await? {
+            Ok(changing) => changing,
+            Err(holders) => {
+                return match holders.into_iter().find(|held| !held.read_only) {
+                    Some(held) => Ok(Growth::Attached { row, held, bytes }),
+                    None => Err(Error::conflict(
+                        "the volume is attached for reading; delete those sandboxes before it can grow",
+                    )),
+                };
+            }
+        };
+        let (layout, id) = (self.layout.clone(), row.id);
+        blocking(move || store::volume::grow_offline(&layout, &id, bytes)).await?;
+        self.db.set_volume_size(&row.id, bytes).await?;
+        row.size_bytes = bytes;
+        Ok(Growth::Done(shown(&row, &[])))
+    }
+
+    /// The file of an attached volume is as long as `bytes` from now on; its guest is to be told next.
+    pub(crate) async fn lengthen(&self, id: VolumeId, bytes: u64) -> Result<(), Error> {
+        let layout = self.layout.clone();
+        blocking(move || store::volume::grow(&layout, &id, bytes)).await
+    }
+
+    /// Its guest has grown the file system.
+    pub(crate) async fn grown(
+        &self,
+        mut row: VolumeRow,
+        held: AttachmentRow,
+        bytes: u64,
+    ) -> Result<Volume, Error> {
+        self.db.set_volume_size(&row.id, bytes).await?;
+        row.size_bytes = bytes;
+        Ok(shown(&row, &[held]))
+    }
+
+    /// At a server's start: holds of sandboxes that are no more, and bytes that no row names.
+    pub(crate) async fn recover(&self, sandboxes: &[api::SandboxId]) -> Result<(), Error> {
+        for held in self.db.all_attachments().await? {
+            if !sandboxes.contains(&held.sandbox) {
+                tracing::info!(volume = %held.volume, sandbox = %held.sandbox, "freeing a volume of a sandbox that is gone");
+                self.free(&held.sandbox, std::slice::from_ref(&held)).await?;
+            }
+        }
+        let (known, layout) = (self.db.all_volumes().await?, self.layout.clone());
+        blocking(move || store::volume::orphans(&layout, &known)).await?;
+        Ok(())
+    }
+
+    /// Only once the holder's machine is dead: what it left half-written is put in order, then others may have them.
+    pub(crate) async fn free(
+        &self,
+        sandbox: &api::SandboxId,
+        held: &[AttachmentRow],
+    ) -> Result<(), Error> {
+        for volume in held.iter().filter(|held| !held.read_only).map(|held| held.volume) {
+            let layout = self.layout.clone();
+            match blocking(move || store::volume::recover(&layout, &volume)).await {
+                Ok(recovery) => tracing::debug!(%volume, ?recovery, "recovered"),
+                // It stays as it is; whoever mounts it is told.
+                Err(error) => {
+                    tracing::error!(%volume, %error, cause = error.causes(), "failed to recover a volume")
+                }
+            }
+        }
+        self.db.release_volumes(sandbox).await
+    }
+}
+
+fn name_taken(row: &VolumeRow) -> Error {
+    Error::conflict(format!("there is a volume named `{}` already; choose another name", row.name))
+}
