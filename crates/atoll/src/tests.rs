@@ -24,6 +24,8 @@ fn what_the_help_shows_can_be_written() {
         "atoll sweep --data-dir /srv/atoll/server --database postgres://atoll@db/atoll",
         "atoll demo --output /tmp/x.png",
         "atoll sandbox create --template code-interpreter --ttl 600 --metadata job=7 --env A=b --env HOME",
+        "atoll sandbox create --egress none --allow 203.0.113.5:443 --deny 198.51.100.0/24 --rate-limit-mbit 20",
+        "atoll sandbox network ID --egress internet --no-allow --deny 203.0.113.5",
         "atoll sandbox list --status running --metadata job=7 --json",
         "atoll sandbox exec ID --timeout 1.5 --cwd /tmp --user panda -i -- sh -c --json",
         "atoll sandbox delete ID ID",

@@ -9,6 +9,7 @@ use api::{CreateSandbox, Sandbox, SnapshotId, VolumeMount, VolumeName};
 use clap::Args;
 use client::{Client, Error};
 
+use super::network::Policy;
 use crate::{
     failure::Failure,
     output::{Output, optional_instant, remark},
@@ -25,6 +26,7 @@ Examples:
   atoll sandbox create
   atoll sandbox create --template code-interpreter --ttl 600 --metadata job=7
   atoll sandbox create --cpu 1 --memory-mb 1024 --env TOKEN    # TOKEN as it is here
+  atoll sandbox create --egress none --allow 203.0.113.5:443   # one service and nothing else
   atoll sandbox create --volume data --volume models:/models:ro
   atoll sandbox create --from-snapshot SNAPSHOT")]
 pub(crate) struct Create {
@@ -58,6 +60,8 @@ pub(crate) struct Create {
     /// What to find it by; may be repeated
     #[arg(long, value_name = "NAME=VALUE")]
     metadata: Vec<Pair>,
+    #[command(flatten)]
+    network: Policy,
     /// How long to try while the server is busy, in seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 300)]
     wait: u64,
@@ -78,6 +82,7 @@ impl Create {
             persistent: self.persistent.then_some(true),
             metadata: pair::map(self.metadata),
             env: pair::environment(self.env)?,
+            network: self.network.of_create(),
             ..CreateSandbox::default()
         };
         let sandbox =

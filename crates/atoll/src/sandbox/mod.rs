@@ -3,6 +3,7 @@
 mod create;
 mod exec;
 mod fork;
+mod network;
 
 use std::process::ExitCode;
 
@@ -35,6 +36,7 @@ pub(crate) enum SandboxCommand {
     /// Bring hibernated sandboxes back
     Wake(Ids),
     Fork(fork::Fork),
+    Network(network::ShowOrChange),
     /// Delete sandboxes with their disks, for ever
     Delete(Ids),
 }
@@ -93,6 +95,8 @@ impl SandboxCommand {
             }
             Self::Get { id } => output.show(&client.sandbox(&id).await?, described)?,
             Self::Exec(exec) => return exec.run(&client, output).await,
+            Self::Network(network) => network.run(&client, output).await?,
+            Self::Delete { ids } => {
             Self::Pause(Ids { ids }) => {
                 for id in ids {
                     client.pause(&id).await?;
