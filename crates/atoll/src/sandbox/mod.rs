@@ -96,7 +96,6 @@ impl SandboxCommand {
             Self::Get { id } => output.show(&client.sandbox(&id).await?, described)?,
             Self::Exec(exec) => return exec.run(&client, output).await,
             Self::Network(network) => network.run(&client, output).await?,
-            Self::Delete { ids } => {
             Self::Pause(Ids { ids }) => {
                 for id in ids {
                     client.pause(&id).await?;
