@@ -15,6 +15,7 @@ suite! {
     the_readme_works,
     the_guide_to_the_command_line_works,
     the_guide_to_files_and_commands_works,
+    the_guide_to_networks_works,
     getting_started_works,
     the_guide_to_production_works,
     the_unit_is_one_that_systemd_takes,
@@ -23,11 +24,12 @@ suite! {
 }
 
 /// Each has a claim below.
-const RUN: [&str; 6] = [
+const RUN: [&str; 7] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
     "docs/guides/getting-started.md",
+    "docs/guides/network.md",
     "docs/guides/production.md",
     "docs/guides/templates.md",
 ];
@@ -119,6 +121,10 @@ async fn the_guide_to_the_command_line_works(host: Host) {
 
 async fn the_guide_to_files_and_commands_works(host: Host) {
     works(&host, "docs/guides/files-and-commands.md").await;
+}
+
+async fn the_guide_to_networks_works(host: Host) {
+    works(&host, "docs/guides/network.md").await;
 }
 
 async fn getting_started_works(host: Host) {

@@ -6,9 +6,9 @@ use std::{
     time::Duration,
 };
 
-use api::CreateSandbox;
+use api::{CreateNetwork, CreateSandbox, Egress, ErrorCode, UpdateNetwork};
 use client::SandboxFilter;
-use tests::{Host, Options, Sandbox, Server, command, small, suite, until};
+use tests::{Answer, End, Host, Options, Sandbox, Server, command, small, suite, until};
 use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 suite! {
@@ -16,7 +16,11 @@ suite! {
     two_sandboxes_do_not_reach_each_other,
     private_and_metadata_addresses_are_not_reached,
     names_are_resolved_by_the_gateway,
-    the_guest_has_the_address_that_all_have;
+    the_guest_has_the_address_that_all_have,
+    a_sandbox_without_egress_reaches_nothing_and_learns_no_address,
+    a_policy_changes_while_it_runs_and_outlives_the_server,
+    a_private_range_is_named_only_where_the_operator_permits_it,
+    what_is_wrong_with_a_policy_is_named_and_nothing_is_created;
     soak:
 }
 
@@ -172,4 +176,171 @@ async fn the_guest_has_the_address_that_all_have(host: Host) {
     assert_eq!(one.run(shown).await, other.run(shown).await, "a snapshot must carry no identity");
     let sixth = one.run("ip -6 -o addr show scope global; cat /proc/sys/net/ipv6/conf/all/disable_ipv6 2>/dev/null || true").await;
     assert!(!sixth.contains("inet6"), "{sixth}");
+}
+
+fn with(network: CreateNetwork) -> CreateSandbox {
+    CreateSandbox { network: Some(network), ..small() }
+}
+
+/// Whether the gateway tells addresses. `localhost` needs nobody.
+async fn resolves(sandbox: &Sandbox, name: &str) -> bool {
+    let cmd = format!("timeout 25 getent ahostsv4 {name} >/dev/null");
+    sandbox.exec(command(cmd)).await.exit_code == 0
+}
+
+async fn a_sandbox_without_egress_reaches_nothing_and_learns_no_address(host: Host) {
+    let address = address_of_the_host();
+    let service = greeter(address.into()).await;
+    let options = Options {
+        arguments: vec!["--egress-allow".to_owned(), format!("{address}/32")],
+        ..Options::default()
+    };
+    let server = Server::start_with(options).await;
+    let sandbox = host.sandbox_on(&server, &with(CreateNetwork::Internet(false))).await;
+    assert!(!reaches(&sandbox, address, service.port()).await);
+    assert!(!resolves(&sandbox, &debian_mirror_of_the_host()).await);
+    assert!(resolves(&sandbox, "localhost").await);
+    let network = server.client().network(&sandbox.id).await.unwrap();
+    assert_eq!(network.policy.egress, Egress::None);
+    // Named, it is open.
+    let update = UpdateNetwork {
+        allow: Some(vec![format!("{address}:{}", service.port())]),
+        ..UpdateNetwork::default()
+    };
+    let network = server.client().update_network(&sandbox.id, &update).await.unwrap();
+    assert_eq!(network.policy.allow, [format!("{address}/32:{}", service.port())]);
+    assert!(reaches(&sandbox, address, service.port()).await);
+    drop(sandbox);
+    host.end(server).await;
+}
+
+/// Writes over one connection to there, again and again, and says in a file what becomes of it.
+async fn hold_open(sandbox: &Sandbox, to: SocketAddr) {
+    let cmd = format!(
+        "nohup bash -c 'exec 3<>/dev/tcp/{}/{}; echo open >/tmp/held; while echo here >&3; do sleep 0.2; done 2>/dev/null; echo ended >/tmp/held' >/dev/null 2>&1 &",
+        to.ip(),
+        to.port()
+    );
+    sandbox.run(&cmd).await;
+    until_held(sandbox, "open").await;
+}
+
+async fn until_held(sandbox: &Sandbox, word: &str) {
+    until(word, Duration::from_secs(60), async || {
+        (sandbox.run("cat /tmp/held 2>/dev/null || true").await.trim() == word).then_some(())
+    })
+    .await;
+}
+
+/// Speaks a word again and again for as long as it is listened to.
+async fn chatterer(address: IpAddr) -> SocketAddr {
+    let listener = TcpListener::bind((address, 0)).await.unwrap();
+    let bound = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut connection, _)) = listener.accept().await {
+            tokio::spawn(async move {
+                while connection.write_all(b"hello").await.is_ok() {
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+            });
+        }
+    });
+    bound
+}
+
+async fn a_policy_changes_while_it_runs_and_outlives_the_server(host: Host) {
+    let address = address_of_the_host();
+    let (service, kept) = (chatterer(address.into()).await, greeter(address.into()).await);
+    let options = Options {
+        arguments: vec!["--egress-allow".to_owned(), format!("{address}/32")],
+        ..Options::default()
+    };
+    let mut server = Server::start_with(options).await;
+    let sandbox = host.sandbox_on(&server, &small()).await;
+    hold_open(&sandbox, service).await;
+    let counted = server.client().network(&sandbox.id).await.unwrap();
+    assert!(counted.sent_bytes > 0 && counted.received_bytes > 0, "{counted:?}");
+
+    let deny = UpdateNetwork {
+        deny: Some(vec![service.to_string()]),
+        rate_limit_mbit: Some(50),
+        ..UpdateNetwork::default()
+    };
+    let changed = server.client().update_network(&sandbox.id, &deny).await.unwrap();
+    assert!(changed.sent_bytes >= counted.sent_bytes, "{changed:?}");
+    until_held(&sandbox, "ended").await;
+    assert!(!reaches(&sandbox, address, service.port()).await);
+    assert!(reaches(&sandbox, address, kept.port()).await);
+    let figures = server.get("/metrics").await.text();
+    assert!(figures.contains("atoll_network_bytes_sent_total "), "{figures}");
+
+    server.restart(End::Killed).await;
+    let sandbox = sandbox.on(&server);
+    let found = server.client().network(&sandbox.id).await.unwrap();
+    assert_eq!(found.policy, changed.policy);
+    assert!(found.sent_bytes >= changed.sent_bytes, "{found:?}");
+    assert!(!reaches(&sandbox, address, service.port()).await);
+    assert!(reaches(&sandbox, address, kept.port()).await);
+    drop(sandbox);
+    host.end(server).await;
+}
+
+async fn a_private_range_is_named_only_where_the_operator_permits_it(host: Host) {
+    let address = address_of_the_host();
+    let service = greeter(address.into()).await;
+    let options = Options {
+        arguments: vec![
+            "--egress-permit".to_owned(),
+            format!("{address}/32:{}", service.port()),
+            "--egress-permit".to_owned(),
+            "10.77.0.0/24".to_owned(),
+        ],
+        ..Options::default()
+    };
+    let server = Server::start_with(options).await;
+    let allow = |text: &str| {
+        CreateNetwork::Policy(UpdateNetwork {
+            allow: Some(vec![text.to_owned()]),
+            ..UpdateNetwork::default()
+        })
+    };
+    for refused in ["10.0.0.0/8", "10.77.0.0/16", "169.254.169.254", "127.0.0.1:22"] {
+        let error = server.client().create_sandbox(&with(allow(refused))).await.unwrap_err();
+        assert_eq!(error.code(), Some(ErrorCode::InvalidRequest), "{refused}");
+        assert!(error.to_string().contains("network.allow[0]"), "{error}");
+    }
+    let sandbox = host.sandbox_on(&server, &small()).await;
+    assert!(!reaches(&sandbox, address, service.port()).await);
+    let named = host.sandbox_on(&server, &with(allow(&service.to_string()))).await;
+    assert!(reaches(&named, address, service.port()).await);
+    drop((sandbox, named));
+    host.end(server).await;
+}
+
+async fn what_is_wrong_with_a_policy_is_named_and_nothing_is_created(host: Host) {
+    let server = host.server().await;
+    let before = server.client().sandboxes(&SandboxFilter::default()).await.unwrap().len();
+    let many = vec!["192.0.2.1"; 65];
+    for (network, field) in [
+        (serde_json::json!("internet"), "network"),
+        (serde_json::json!({"egress": "everything"}), "network.egress"),
+        (serde_json::json!({"allow": ["192.0.2.1", "example.com"]}), "network.allow[1]"),
+        (serde_json::json!({"allow": [1]}), "network.allow[0]"),
+        (serde_json::json!({"deny": ["192.0.2.1/33"]}), "network.deny[0]"),
+        (serde_json::json!({"deny": ["2001:db8::/32"]}), "network.deny[0]"),
+        (serde_json::json!({"deny": many}), "network.deny"),
+        (serde_json::json!({"alow": []}), "alow"),
+        (serde_json::json!({"rate_limit_mbit": -1}), "network.rate_limit_mbit"),
+        (serde_json::json!({"rate_limit_mbit": 1_000_000}), "network.rate_limit_mbit"),
+    ] {
+        let request = server
+            .client()
+            .request(client::Method::POST, "/v1/sandboxes")
+            .json(&serde_json::json!({"cpu": 1, "memory_mb": 1024, "network": network}));
+        let answer = Answer::to(request).await;
+        assert_eq!(answer.refusal(), (400, "invalid_request".to_owned()), "{network}");
+        assert!(answer.text().contains(field), "{}", answer.text());
+    }
+    let after = server.client().sandboxes(&SandboxFilter::default()).await.unwrap().len();
+    assert_eq!(after, before);
 }

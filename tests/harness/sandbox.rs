@@ -5,7 +5,7 @@ use bytes::Bytes;
 use client::{Client, ExecEvent, Method, RequestBuilder, WriteOptions};
 use tokio::{runtime::Handle, sync::OwnedSemaphorePermit};
 
-use crate::Answer;
+use crate::{Answer, Server};
 
 /// The smallest size that is baked ahead, and thus quick.
 pub fn small() -> CreateSandbox {
@@ -43,6 +43,13 @@ impl Sandbox {
     pub(crate) fn new(created: api::Sandbox, client: Client, room: OwnedSemaphorePermit) -> Self {
         let runtime = Handle::current();
         Self { id: created.id, created, client, runtime, room: Some(room), is_deleted: false }
+    }
+
+    /// The same one, after its server has started again.
+    #[must_use]
+    pub fn on(mut self, server: &Server) -> Self {
+        self.client = server.client().clone();
+        self
     }
 
     pub fn client(&self) -> &Client {
