@@ -10,11 +10,8 @@ use super::process::{self, Process};
 use crate::failure::shown;
 
 /// The first that is found.
-pub(crate) fn holder(device: Device, points: &[Vec<u8>]) -> String {
-    on_top(device, points)
-        .or_else(|| process_with(device))
-        .or_else(|| loop_device(points))
-        .unwrap_or_else(|| "something in the guest's kernel".to_owned())
+pub(crate) fn holder(device: Device, points: &[Vec<u8>]) -> Option<String> {
+    on_top(device, points).or_else(|| process_with(device)).or_else(|| loop_device(points))
 }
 
 /// Another file system is mounted on a directory of it.

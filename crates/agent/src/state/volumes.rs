@@ -20,6 +20,8 @@ use crate::files::path;
 /// Until the driver has seen that there is another disk behind the slot.
 const APPEARANCE: Duration = Duration::from_secs(5);
 const LOOK: Duration = Duration::from_millis(1);
+/// What has ended lets go of its files a little later.
+const SETTLING: Duration = Duration::from_millis(500);
 /// What is only the kernel's view of itself.
 const KERNELS: [&[u8]; 3] = [b"/proc", b"/sys", b"/dev"];
 
@@ -177,33 +179,51 @@ fn mounts_of(device: Device) -> Result<Vec<Mounted>, Failure> {
 
 /// Wherever it is mounted, by whomever: all or nothing. Afterwards nothing of it is left in memory.
 pub(crate) fn unmount_volume(disk: &Disk, slot: u8) -> Result<Vec<Former>, Failure> {
-    let mounts = mounts_of(disk.device)?;
-    let points: Vec<Vec<u8>> = mounts.iter().map(|mounted| mounted.point.clone()).collect();
-    flush(disk, &mounts);
-    let busy = || {
+    let end = Instant::now() + SETTLING;
+    loop {
+        let mounts = mounts_of(disk.device)?;
+        flush(disk, &mounts);
+        if let Some(formers) = try_to_unmount(disk, slot, &mounts) {
+            return Ok(formers);
+        }
+        let points: Vec<Vec<u8>> = mounts.into_iter().map(|mounted| mounted.point).collect();
+        let holder = match holder(disk.device, &points) {
+            Some(holder) => holder,
+            // Somebody who has just ended.
+            None if Instant::now() < end => {
+                pause(LOOK);
+                continue;
+            }
+            None => "something in the guest's kernel".to_owned(),
+        };
         let place = points.first().map_or_else(
             || format!("the disk {}", disk.node.display()),
             |point| format!("the volume at {}", shown(point)),
         );
-        let message = format!(
-            "{place} is in use by {}; end it, or let it close its files",
-            holder(disk.device, &points)
-        );
-        refuse(ErrorCode::Conflict, message)
-    };
-    // Asked this way, the kernel only tells whether it is in use; asked again, it would unmount.
+        let message = format!("{place} is in use by {holder}; end it, or let it close its files");
+        return Err(refuse(ErrorCode::Conflict, message));
+    }
+}
+
+/// `None`, and everything as before: it is in use.
+fn try_to_unmount(disk: &Disk, slot: u8, mounts: &[Mounted]) -> Option<Vec<Former>> {
+    let mut formers: Vec<Former> = Vec::new();
+    let mut unused = Vec::new();
     for mounted in mounts.iter().rev() {
+        // Asked this way, the kernel only tells whether it is in use, and unmounts when it is asked twice.
         match unmount(&mounted.point[..], UnmountFlags::EXPIRE) {
-            Err(Errno::AGAIN) | Ok(()) => {}
-            Err(_) => return Err(busy()),
+            Err(Errno::AGAIN) => unused.push(mounted),
+            Ok(()) => formers.insert(0, Former::of(slot, disk, mounted)),
+            Err(_) => {
+                mount_again(formers);
+                return None;
+            }
         }
     }
-    let mut formers: Vec<Former> = Vec::new();
-    for mounted in mounts.iter().rev() {
+    for mounted in unused {
         if unmount(&mounted.point[..], UnmountFlags::NOFOLLOW).is_err() {
-            let failure = busy();
             mount_again(formers);
-            return Err(failure);
+            return None;
         }
         formers.insert(0, Former::of(slot, disk, mounted));
     }
@@ -211,11 +231,10 @@ pub(crate) fn unmount_volume(disk: &Disk, slot: u8) -> Result<Vec<Former>, Failu
     let flags = OFlags::RDONLY | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NONBLOCK;
     match openat(CWD, &disk.node, flags, Mode::empty()) {
         Err(Errno::BUSY) => {
-            let failure = busy();
             mount_again(formers);
-            Err(failure)
+            None
         }
-        Ok(_) | Err(_) => Ok(formers),
+        Ok(_) | Err(_) => Some(formers),
     }
 }
 

@@ -213,6 +213,13 @@ fn a_process_that_cannot_be_stopped_is_named_and_everything_goes_on() {
     let mut start = exec(&script);
     start.has_stdin = true;
     let stuck = place.client.open(&Request::ExecStart(start));
+    let Reply::ExecStarted { pid } = place.client.reply(stuck) else {
+        panic!("it has been started")
+    };
+    place.client.wait_until("it waits for the disk", |_| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        stat.contains("(tee) D")
+    });
     let ticking =
         place.client.open(&Request::ExecStart(exec("while :; do echo tick; sleep 0.01; done")));
     assert!(matches!(place.client.reply(ticking), Reply::ExecStarted { .. }));
