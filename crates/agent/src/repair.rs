@@ -1,30 +1,21 @@
 //! After a restore: what makes a clone a machine of its own, in the order in which it matters, before any answer.
-#![expect(
-    unsafe_code,
-    reason = "the kernel's generator and ext4 take requests that no crate in use knows"
-)]
+#![expect(unsafe_code, reason = "the kernel's generator takes requests that no crate in use knows")]
 
 use std::ffi::{c_int, c_ulong, c_void};
 use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::path::Path;
-use std::time::{Duration, Instant};
 
 use protocol::message::{ErrorCode, Failure, Network, Repair};
-use rustix::fs::{Timespec, fstatvfs};
+use rustix::fs::Timespec;
 use rustix::time::{ClockId, clock_settime};
 
-use crate::boot::{self, mounts::pause};
+use crate::boot;
 use crate::failure::refuse;
+use crate::state::growth;
 
-// Linux `include/uapi/linux/random.h`, `fs/ext4/ext4.h`, `include/uapi/linux/fs.h`.
+// Linux `include/uapi/linux/random.h`.
 const RNDADDENTROPY: c_ulong = 0x4008_5203;
 const RNDRESEEDCRNG: c_ulong = 0x5207;
-const EXT4_IOC_RESIZE_FS: c_ulong = 0x4008_6610;
-const BLKGETSIZE64: c_ulong = 0x8008_1272;
-
-/// How long the driver may take to notice that its disk has become larger.
-const GROWTH: Duration = Duration::from_millis(300);
 
 /// Without its own random numbers, its own time and its own names a clone must not run.
 pub(crate) fn identify(wanted: &Repair) -> Result<(), Failure> {
@@ -49,7 +40,7 @@ pub(crate) fn settle_in(wanted: &Repair, network: &mut Network) -> Result<(), Fa
         boot::report("name the resolver", boot::set_resolver(wanted.network.gateway));
     }
     if wanted.grow_root {
-        boot::report("grow the root file system", grow("/dev/vda".as_ref(), "/".as_ref()));
+        boot::report("grow the root file system", growth::grow("/dev/vda".as_ref(), "/".as_ref()));
     }
     Ok(())
 }
@@ -78,24 +69,6 @@ pub(crate) fn set_clock(unix_time_ns: u64) -> std::io::Result<()> {
     let nanoseconds = i64::try_from(unix_time_ns % SECOND).unwrap_or(0);
     clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: nanoseconds })?;
     Ok(())
-}
-
-/// The file system mounted at `point`, to the size of `disk`.
-pub(crate) fn grow(disk: &Path, point: &Path) -> std::io::Result<()> {
-    let disk = File::open(disk)?;
-    let top = File::open(point)?;
-    let system = fstatvfs(&top)?;
-    let end = Instant::now() + GROWTH;
-    loop {
-        let mut bytes = 0_u64;
-        call(&disk, BLKGETSIZE64, (&raw mut bytes).cast())?;
-        let mut blocks = bytes / system.f_frsize;
-        // `f_blocks` is without the file system's own tables, which are less than an eighth.
-        if blocks > system.f_blocks + system.f_blocks / 8 || Instant::now() > end {
-            return call(&top, EXT4_IOC_RESIZE_FS, (&raw mut blocks).cast());
-        }
-        pause(Duration::from_millis(2));
-    }
 }
 
 fn call(file: &File, request: c_ulong, argument: *mut c_void) -> std::io::Result<()> {

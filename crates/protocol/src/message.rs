@@ -49,7 +49,8 @@ pub enum Request {
     /// again, and the user's processes go on, in this order. Idempotent. A failure names a volume that could not be mounted;
     /// everything else has gone on all the same.
     Thaw { unix_time_ns: u64 },
-    /// [`Reply::Done`]: all of them are mounted, or none, and the reason. Also while quiet.
+    /// [`Reply::Done`]: all of them are mounted, or none, and the reason. Also while quiet, where their directories are
+    /// there already. What is mounted so already stays.
     VolumesMount { volumes: Vec<Mount> },
     /// [`Reply::Done`]: flushed, unmounted wherever they were mounted, and their slots refuse reads and writes until a
     /// [`Request::VolumesMount`]. [`ErrorCode::Conflict`] names the path and who uses it; then all are mounted as before.
@@ -125,7 +126,7 @@ pub struct Repair {
 pub struct Mount {
     /// 0 to 7 can be written to, 8 to 15 cannot.
     pub slot: u8,
-    /// Absolute; made if missing. Not `/`, nor below `/proc`, `/sys` or `/dev`.
+    /// Absolute; made if missing. Not `/`, nor below `/proc`, `/sys` or `/dev`. Empty: only the disk appears.
     pub path: PathBytes,
     pub read_only: bool,
 }

@@ -4,6 +4,7 @@
 pub(crate) mod attempt;
 mod file_systems;
 mod groups;
+pub(crate) mod growth;
 mod holders;
 mod mountinfo;
 mod process;
@@ -176,6 +177,10 @@ impl State {
 
     /// All, or none.
     pub(crate) fn mount(&mut self, wanted: &[Mount]) -> Result<(), Failure> {
+        if self.stands_still() {
+            // To make a directory would have to wait until everything goes on, and everything for us.
+            wanted.iter().try_for_each(volumes::must_have_directory)?;
+        }
         for (at, volume) in wanted.iter().enumerate() {
             let was_used = !self.used.insert(volume.slot);
             if let Err(failure) =

@@ -104,9 +104,13 @@ impl Slots {
         }
     }
 
-    /// Its disk, with a driver from now on.
+    /// Its disk, with a driver from now on. It must not be in use.
     pub(crate) fn bind(&self, slot: u8) -> Result<Disk, Failure> {
         self.check(slot)?;
+        if slot >= WRITABLE_SLOTS && self.find(slot).is_some() {
+            // Its size is read once: QEMU tells of a change only where it may write.
+            crate::boot::report("empty a slot", self.clear(slot));
+        }
         let fail = |error: &dyn std::fmt::Display| {
             refuse(ErrorCode::Internal, format!("find the disk of slot {slot}: {error}"))
         };

@@ -58,16 +58,22 @@ fn unfit(path: &[u8]) -> Failure {
     refuse(ErrorCode::Invalid, message)
 }
 
+pub(crate) fn must_have_directory(wanted: &Mount) -> Result<(), Failure> {
+    if wanted.path.is_empty() || Path::new(as_path(&mount_point(&wanted.path)?)).is_dir() {
+        return Ok(());
+    }
+    let point = shown(&wanted.path);
+    let message =
+        format!("there is no directory {point}, and nothing can be written while all stands still");
+    Err(refuse(ErrorCode::Conflict, message))
+}
+
 /// An empty path: only the disk appears.
 pub(crate) fn mount_volume(slots: &Slots, wanted: &Mount) -> Result<(), Failure> {
     let is_mounted = !wanted.path.is_empty();
     let point = if is_mounted { mount_point(&wanted.path)? } else { Vec::new() };
-    let disk = slots.bind(wanted.slot)?;
-    wait_for(&disk, wanted.slot)?;
-    if !is_mounted {
-        return Ok(());
-    }
-    let here = mounts_of(disk.device)?;
+    let here = slots.find(wanted.slot).map(|disk| mounts_of(disk.device)).transpose()?;
+    let here = here.unwrap_or_default();
     if here.iter().any(|mounted| mounted.point == point && mounted.root == b"/") {
         return Ok(());
     }
@@ -78,6 +84,11 @@ pub(crate) fn mount_volume(slots: &Slots, wanted: &Mount) -> Result<(), Failure>
             shown(&other.point)
         );
         return Err(refuse(ErrorCode::Conflict, message));
+    }
+    let disk = slots.bind(wanted.slot)?;
+    wait_for(&disk, wanted.slot)?;
+    if !is_mounted {
+        return Ok(());
     }
     let directory = make_directory(&point)?;
     let mut flags = MountFlags::NOATIME;
@@ -143,10 +154,12 @@ fn cannot_mount(point: &[u8], error: Errno) -> Failure {
 fn make_directory(point: &[u8]) -> Result<Vec<u8>, Failure> {
     let fail = |error| failed("mount a volume at", point, error);
     for end in (1..=point.len()).filter(|&end| end == point.len() || point[end] == b'/') {
+        // Asked for what is there already, a frozen file system would wait, and a read-only one refuse.
+        if Path::new(as_path(&point[..end])).exists() {
+            continue;
+        }
         match mkdirat(CWD, &point[..end], Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(Errno::EXIST) => {}
-            // Of a read-only root, what is there is enough.
-            Err(Errno::ROFS) if Path::new(as_path(&point[..end])).is_dir() => {}
             Err(error) => return Err(fail(error)),
         }
     }
@@ -320,7 +333,7 @@ pub(crate) fn grow_volume(slots: &Slots, slot: u8) -> Result<(), Failure> {
             format!("the volume of slot {slot} is not mounted, so it cannot be grown here"),
         ));
     };
-    crate::repair::grow(&disk.node, Path::new(as_path(&mounted.point))).map_err(|error| {
+    super::growth::grow(&disk.node, Path::new(as_path(&mounted.point))).map_err(|error| {
         let point = shown(&mounted.point);
         refuse(ErrorCode::Internal, format!("grow the volume at {point}: {error}"))
     })
