@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use api::SandboxId;
+use api::{ErrorCode, SandboxId};
 use futures::StreamExt;
 use machine::Hypervisor;
 use store::Layout;
@@ -21,6 +21,7 @@ use crate::Error;
 
 /// Each keeps a core busy for a moment.
 const ADOPTED_AT_ONCE: usize = 16;
+const SILENT: &str = "its guest did not answer when the server was started anew";
 
 /// Which start of the host it is, and which it was for the server before.
 struct Boot {
@@ -161,10 +162,13 @@ impl Sandboxes {
             }
             Err(error) => {
                 tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "a running sandbox is gone");
+                // The machine is there, so nothing of the host is to blame.
+                let is_silent = error.code == ErrorCode::Unavailable;
+                let why = if is_silent { SILENT } else { boot.why_lost() };
                 entry.change(|row| {
                     row.state = State::Failed;
                     row.slot = None;
-                    row.error = Some(boot.why_lost().to_owned());
+                    row.error = Some(why.to_owned());
                 });
                 self.note_row(entry).await;
                 None

@@ -78,7 +78,10 @@ async fn kept(config: &Config) -> Result<Option<Kept>, Error> {
     let rows = db.all_sandboxes().await?;
     let is_new = rows.is_empty() && db.keys().await?.is_empty();
     db.close().await;
-    let runs = |state, target| state == State::Running && target == Target::Running;
+    // As a server's start looks for machines.
+    let runs = |state, target| {
+        matches!(state, State::Running | State::Paused) && target != Target::Deleted
+    };
     Ok((!is_new).then(|| Kept {
         slots: rows
             .iter()
