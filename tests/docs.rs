@@ -196,7 +196,12 @@ async fn the_proxy_is_one_that_nginx_takes(_: Host) {
     assert!(made.status.success());
     let server = blocks(&workspace().join("docs/guides/production.md"), "```nginx")
         .replace("/etc/ssl/atoll", directory.path().to_str().unwrap());
-    let whole = format!("pid {}; events {{}} http {{ access_log off; {server} }}", at("pid"));
+    let places: String = ["client_body", "proxy", "fastcgi", "uwsgi", "scgi"]
+        .iter()
+        .map(|name| format!("{name}_temp_path {};", at(name)))
+        .collect();
+    let whole =
+        format!("pid {}; events {{}} http {{ access_log off; {places} {server} }}", at("pid"));
     std::fs::write(at("nginx.conf"), whole).unwrap();
     let mut nginx = Command::new("nginx");
     nginx.args([

@@ -102,7 +102,7 @@ pub async fn examine(config: &Config, progress: &mut (dyn FnMut(&str) + Send)) -
     let layout = Layout::of(&config.data_dir, &config.cache_dir);
     let mut examination = Examination { progress, findings: Vec::new() };
     examination.note([root(is_root)]);
-    examination.wait("qemu", virtualization::qemu()).await;
+    examination.wait("qemu", virtualization::qemu(is_root)).await;
     examination.wait("accelerator", virtualization::accelerator(&layout, is_root)).await;
     examination.wait("tools", tools::check()).await;
     examination.wait("nftables", tools::nftables(is_root)).await;

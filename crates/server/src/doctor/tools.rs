@@ -28,6 +28,7 @@ pub(super) async fn check() -> Vec<Finding> {
     if missing.is_empty() {
         let version =
             output("mmdebstrap", &["--version"]).await.map_or_else(String::new, |(_, text)| text);
+        let version = version.lines().next().unwrap_or_default();
         findings.push(Finding::ok("tools", format!("all {} are there; {version}", NEEDED.len())));
     } else {
         let names: Vec<_> = missing.iter().map(|(tool, _)| *tool).collect();

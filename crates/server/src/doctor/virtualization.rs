@@ -5,20 +5,37 @@ use std::fs::File;
 use machine::{Accelerator, Hypervisor};
 use store::{Layout, current_guest};
 
-use super::Finding;
+use super::{Finding, output};
 use crate::error::chain;
 
 const EMULATION: &str =
     "sandboxes are emulated: several times slower, and the emulator is no security boundary";
 
-pub(super) async fn qemu() -> Vec<Finding> {
-    let finding = match find().await {
-        Ok(hypervisor) => Finding::ok("qemu", hypervisor.version()),
-        Err(error) => Finding::fail(
-            "qemu",
-            error,
-            "install qemu-system-x86 8.2 or newer (Debian 12 has it in bookworm-backports)",
+const BINARY: &str = "qemu-system-x86_64";
+
+pub(super) async fn qemu(is_root: bool) -> Vec<Finding> {
+    const CHECK: &str = "qemu";
+    const INSTALL: &str =
+        "install qemu-system-x86 8.2 or newer (Debian 12 has it in bookworm-backports)";
+    let finding = match tokio::task::spawn_blocking(Hypervisor::find).await {
+        Ok(Ok(hypervisor)) => Finding::ok(CHECK, hypervisor.version()),
+        Ok(Err(error @ (machine::Error::QemuMissing | machine::Error::QemuTooOld { .. }))) => {
+            Finding::fail(CHECK, chain(&error), INSTALL)
+        }
+        // Its confinement needs root; that it is there can be seen without.
+        Ok(Err(_)) if !is_root => match output(BINARY, &["--version"]).await {
+            Some((true, said)) => {
+                let version = said.lines().next().unwrap_or_default();
+                Finding::ok(CHECK, version.trim_start_matches("QEMU emulator version "))
+            }
+            Some((false, _)) | None => Finding::fail(CHECK, "it cannot be run", INSTALL),
+        },
+        Ok(Err(error)) => Finding::fail(
+            CHECK,
+            chain(&error),
+            "its processes cannot be confined here: run this outside a container, or in a privileged one",
         ),
+        Err(error) => Finding::fail(CHECK, error.to_string(), INSTALL),
     };
     vec![finding]
 }
