@@ -34,10 +34,14 @@ pub fn make(image: &Path, size_mb: u64, label: &str, tree: Option<&Path>) -> Res
         // The file is new, so its blocks read as zeroes: nothing has to be written to make them so, here or later by
         // the guest.
         .args(["-E", "assume_storage_prezeroed=1"]);
-    if let Some(tree) = tree {
-        tool = tool.arg("-d").arg(tree);
-    }
-    tool.arg(image).run()?;
+    tool = match tree {
+        Some(tree) => {
+            let tree = std::path::absolute(tree).map_err(Error::io("find", tree))?;
+            tool.arg("-d").arg(tree).on_image_from_files(image)?
+        }
+        None => tool.on_image(image)?,
+    };
+    tool.run()?;
     Ok(())
 }
 
@@ -172,20 +176,20 @@ impl Superblock {
 
 /// An error unless the file system is clean and consistent.
 pub fn check(image: &Path) -> Result<()> {
-    Tool::new("e2fsck", CHECK_DEADLINE).args(["-f", "-n"]).arg(image).run()?;
+    Tool::new("e2fsck", CHECK_DEADLINE).args(["-f", "-n"]).on_image(image)?.run()?;
     Ok(())
 }
 
 /// The smallest disk that holds the files of `image`, in MiB, with a little room.
 pub fn minimum_mb(image: &Path) -> Result<u64> {
     let mut blocks = None;
-    Tool::new("resize2fs", ASK_DEADLINE).arg("-P").arg(image).run_with(&mut |line| {
+    Tool::new("resize2fs", ASK_DEADLINE).arg("-P").on_image(image)?.run_with(&mut |line| {
         if let Some(number) = line.strip_prefix("Estimated minimum size of the filesystem:") {
             blocks = number.trim().parse::<u64>().ok();
         }
     })?;
     let blocks = blocks.ok_or_else(|| damaged(image, "resize2fs did not tell its minimum"))?;
-    let listing = Tool::new("dumpe2fs", ASK_DEADLINE).arg("-h").arg(image);
+    let listing = Tool::new("dumpe2fs", ASK_DEADLINE).arg("-h").on_image(image)?;
     let mut block_size = None;
     listing.run_with(&mut |line| {
         if let Some(size) = line.strip_prefix("Block size:") {
@@ -208,8 +212,12 @@ pub fn shrink(image: &Path, to_mb: u64) -> Result<()> {
         return Err(Error::DiskTooSmall { wanted_mb: to_mb, minimum_mb });
     }
     // resize2fs insists on a fresh check. 1: errors were corrected, such as a journal that was replayed.
-    Tool::new("e2fsck", CHECK_DEADLINE).args(["-f", "-p"]).arg(image).accept(&[0, 1]).run()?;
-    Tool::new("resize2fs", RESIZE_DEADLINE).arg(image).arg(format!("{to_mb}M")).run()?;
+    Tool::new("e2fsck", CHECK_DEADLINE)
+        .args(["-f", "-p"])
+        .on_image(image)?
+        .accept(&[0, 1])
+        .run()?;
+    Tool::new("resize2fs", RESIZE_DEADLINE).on_image(image)?.arg(format!("{to_mb}M")).run()?;
     let file = File::options().write(true).open(image).map_err(Error::io("open", image))?;
     file.set_len(to_mb * MIB).map_err(Error::io("set the size of", image))?;
     file.sync_all().map_err(Error::io("sync", image))

@@ -19,7 +19,7 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open},
 };
 
-use self::confined::Confined;
+use self::confined::{Confined, Reach};
 use crate::{Error, Progress, Result};
 
 mod confined;
@@ -95,12 +95,21 @@ impl Tool {
 
     /// For a tool that reads what a guest wrote: its next argument is the file `image`, and that is all it can reach. It
     /// runs as a user of its own, without network, privileges or our environment.
-    pub(crate) fn on_image(mut self, image: &Path) -> Result<Self> {
+    pub(crate) fn on_image(self, image: &Path) -> Result<Self> {
+        self.confine(image, Reach::Image)
+    }
+
+    /// The same for one that fills `image` with files, whoever owns those: it can read all of the host's.
+    pub(crate) fn on_image_from_files(self, image: &Path) -> Result<Self> {
+        self.confine(image, Reach::Files)
+    }
+
+    fn confine(mut self, image: &Path, reach: Reach) -> Result<Self> {
         // Only root can make it somebody else.
         if !rustix::process::geteuid().is_root() {
             return Ok(self.arg(image));
         }
-        let confined = Confined::new(image)?;
+        let confined = Confined::new(image, reach)?;
         self.command.arg(confined.argument());
         confined.confine(&mut self.command);
         self.confined = Some(confined);

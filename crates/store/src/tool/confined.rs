@@ -14,10 +14,12 @@ use std::{
 
 use rustix::{
     fs::{fchown, fstat},
-    io::{FdFlags, fcntl_setfd},
+    io::{Errno, FdFlags, fcntl_setfd},
     process::{Gid, Resource, Rlimit, Signal, Uid, set_parent_process_death_signal, setrlimit},
     thread::{
-        UnshareFlags, set_no_new_privs, set_thread_groups, set_thread_res_gid, set_thread_res_uid,
+        CapabilitySet, CapabilitySets, UnshareFlags, configure_capability_in_ambient_set,
+        remove_capability_from_bounding_set, set_capabilities, set_keep_capabilities,
+        set_no_new_privs, set_thread_groups, set_thread_res_gid, set_thread_res_uid,
         unshare_unsafe,
     },
 };
@@ -38,10 +40,20 @@ pub(super) struct Confined {
     image: File,
     bytes: u64,
     uid: u32,
+    reach: Reach,
+}
+
+/// What the tool can read beside what everybody can.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reach {
+    Image,
+    /// All files of the host, for it reads a tree of files that belong to root and others: by the one capability for
+    /// that, with which nothing can be written.
+    Files,
 }
 
 impl Confined {
-    pub(super) fn new(path: &Path) -> Result<Self> {
+    pub(super) fn new(path: &Path, reach: Reach) -> Result<Self> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         // Several servers of a host start at different places.
@@ -49,7 +61,7 @@ impl Confined {
         let open = File::options().read(true).write(true).open(path);
         let image = open.map_err(Error::io("open", path))?;
         let bytes = fstat(&image).map_err(Error::system("stat", path))?.st_size.cast_unsigned();
-        let confined = Self { path: path.to_owned(), image, bytes, uid };
+        let confined = Self { path: path.to_owned(), image, bytes, uid, reach };
         confined.give_to(uid).map_err(Error::system("change the owner of", path))?;
         Ok(confined)
     }
@@ -67,6 +79,7 @@ impl Confined {
         command.env_clear().env("LC_ALL", "C.UTF-8").env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin");
         command.current_dir("/");
         let (image, bytes, uid) = (self.image.as_raw_fd(), self.bytes, self.uid);
+        let reach = self.reach;
         #[expect(
             unsafe_code,
             reason = "a hook between fork and exec is the only way to ask for this"
@@ -74,7 +87,7 @@ impl Confined {
         // SAFETY: the hook makes system calls only: it allocates nothing and takes no lock. The image is open until the
         // tool has ended.
         unsafe {
-            command.pre_exec(move || Ok(give_up_everything_but(image, bytes, uid)?));
+            command.pre_exec(move || Ok(give_up_everything_but(image, bytes, uid, reach)?));
         }
     }
 }
@@ -87,7 +100,12 @@ impl Drop for Confined {
     }
 }
 
-fn give_up_everything_but(image: RawFd, bytes: u64, uid: u32) -> rustix::io::Result<()> {
+fn give_up_everything_but(
+    image: RawFd,
+    bytes: u64,
+    uid: u32,
+    reach: Reach,
+) -> rustix::io::Result<()> {
     #[expect(
         unsafe_code,
         reason = "the descriptor is the parent's, and no thread shares what is unshared"
@@ -106,11 +124,38 @@ fn give_up_everything_but(image: RawFd, bytes: u64, uid: u32) -> rustix::io::Res
     set_thread_groups(&[])?;
     let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
     set_thread_res_gid(group, group, group)?;
+    let kept = match reach {
+        Reach::Image => CapabilitySet::empty(),
+        Reach::Files => CapabilitySet::DAC_READ_SEARCH,
+    };
+    forbid_all_but(kept)?;
+    set_keep_capabilities(true)?;
     set_thread_res_uid(user, user, user)?;
+    set_capabilities(None, CapabilitySets { effective: kept, permitted: kept, inheritable: kept })?;
+    if !kept.is_empty() {
+        // Else executing the tool would take it away.
+        configure_capability_in_ambient_set(kept, true)?;
+    }
     set_no_new_privs(true)?;
     // Changing the user forgot it.
     set_parent_process_death_signal(Some(Signal::KILL))?;
     fcntl_setfd(image, FdFlags::empty())
+}
+
+/// What executing something could bring back.
+fn forbid_all_but(kept: CapabilitySet) -> rustix::io::Result<()> {
+    for number in 0..u64::BITS {
+        let capability = CapabilitySet::from_bits_retain(1 << number);
+        if capability == kept {
+            continue;
+        }
+        match remove_capability_from_bounding_set(capability) {
+            // The kernel does not know it.
+            Ok(()) | Err(Errno::INVAL) => {}
+            Err(errno) => return Err(errno),
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -122,6 +167,37 @@ mod tests {
     };
 
     use crate::tool::Tool;
+
+    #[test]
+    fn a_tool_on_a_tree_reads_all_of_it_and_writes_nothing_but_its_image() {
+        let directory = tempfile::tempdir().unwrap();
+        let (image, secret) = (directory.path().join("image"), directory.path().join("secret"));
+        fs::write(&image, vec![0; 4096]).unwrap();
+        fs::write(&secret, "of the tree").unwrap();
+        fs::set_permissions(&secret, fs::Permissions::from_mode(0o600)).unwrap();
+        if fs::metadata(&image).unwrap().uid() != 0 {
+            return;
+        }
+        let script = format!(
+            "cat {0}; echo; echo forged > {0}; rm -f {0}; chown 0 $0; grep -E 'Cap(Eff|Bnd)|NoNewPrivs' /proc/self/status",
+            secret.display()
+        );
+        let mut said = Vec::new();
+        Tool::new("sh", Duration::from_secs(20))
+            .args(["-c", &script])
+            .on_image_from_files(&image)
+            .unwrap()
+            .run_with(&mut |line| said.push(line.to_owned()))
+            .unwrap();
+        let text = said.join("\n");
+        assert!(text.contains("of the tree"), "{text}");
+        assert_eq!(fs::read_to_string(&secret).unwrap(), "of the tree");
+        // CAP_DAC_READ_SEARCH alone.
+        for set in ["CapEff", "CapBnd"] {
+            assert!(text.contains(&format!("{set}:\t0000000000000004")), "{text}");
+        }
+        assert!(text.contains("NoNewPrivs:\t1"), "{text}");
+    }
 
     #[test]
     fn a_tool_on_a_guest_s_image_reaches_that_and_nothing_else() {
