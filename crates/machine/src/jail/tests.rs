@@ -245,6 +245,54 @@ fn the_end_of_an_inmate_ends_whatever_it_has_started() {
     assert!(!Path::new(&format!("/proc/{child}")).exists());
 }
 
+#[test]
+#[ignore = "prints figures"]
+#[expect(clippy::print_stdout, reason = "the figures are its output")]
+fn figures_of_a_jail() {
+    const STARTS: usize = 50;
+    let begun = std::time::Instant::now();
+    let jail = Prison::of_this_program();
+    println!("root made once, ms {:.1}", begun.elapsed().as_secs_f64() * 1e3);
+    let median = |mut samples: Vec<f64>| {
+        samples.sort_by(f64::total_cmp);
+        samples[samples.len() / 2]
+    };
+    let tap = Tap::unconnected().unwrap();
+    let stderr = File::options().write(true).open("/dev/null").unwrap().into();
+    let (mut plain, mut jailed, mut closed) = (Vec::new(), Vec::new(), Vec::new());
+    for n in 0..STARTS {
+        let begun = std::time::Instant::now();
+        let mut command = std::process::Command::new(&jail.program);
+        command.arg("--list").stdout(std::process::Stdio::null());
+        // SAFETY: nothing is done; it only keeps the library from a faster way that QEMU could never take.
+        unsafe { std::os::unix::process::CommandExt::pre_exec(&mut command, || Ok(())) };
+        let mut child = command.spawn().unwrap();
+        plain.push(begun.elapsed().as_secs_f64() * 1e3);
+        child.wait().unwrap();
+        let inmate = Inmate {
+            arguments: &["--list".to_owned()],
+            uid: UID + 50 + u32::try_from(n).unwrap(),
+            netns: &tap.netns,
+            groups: &[],
+            stderr: &stderr,
+            inherited: &[],
+        };
+        let begun = std::time::Instant::now();
+        let started = jail.start(&inmate).unwrap();
+        jailed.push(begun.elapsed().as_secs_f64() * 1e3);
+        let begun = std::time::Instant::now();
+        // It may be faster.
+        if close(&started.pidfd).is_ok() {
+            closed.push(begun.elapsed().as_secs_f64() * 1e3);
+        }
+        let pid = Pid::from_raw(started.pid.cast_signed());
+        rustix::process::waitpid(pid, WaitOptions::empty()).unwrap();
+    }
+    println!("start without a jail, ms {:.2}", median(plain));
+    println!("start in a jail, ms {:.2}", median(jailed));
+    println!("its root closed, ms {:.2}", median(closed));
+}
+
 /// Not a test: what the others start.
 #[test]
 #[ignore = "runs in the jail only"]
