@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use crate::wait;
 
-const LIMIT: Duration = Duration::from_secs(30);
+const LIMIT: Duration = Duration::from_secs(120);
 
 pub(super) struct Qmp {
     reader: BufReader<UnixStream>,
