@@ -93,8 +93,14 @@ impl Deref for Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if let Some(machine) = &self.0 {
+            use std::os::unix::fs::MetadataExt;
+            let process = std::fs::metadata(format!("/proc/{}", machine.pid()));
             let pid = nix::unistd::Pid::from_raw(machine.pid().cast_signed());
             let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+            // The runtime that would see to it ends with the test.
+            if let Ok(uid) = process.map(|process| process.uid()) {
+                let _ = ::machine::remove_groups(&(uid..=uid), |_| false);
+            }
         }
     }
 }
