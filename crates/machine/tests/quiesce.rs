@@ -219,11 +219,14 @@ async fn volumes_are_mounted_before_anything_goes_on() {
 
     // Another in the clone, and none.
     let (other, disk) = make("before-other").await;
-    let (clone, guest) =
-        start(&taken, "with", vec![(FIRST, disk)], vec![mount(FIRST, "/mnt/data")]).await;
+    let (_, more) = make("before-third").await;
+    let disks = vec![(FIRST, disk), (2, more)];
+    let volumes = vec![mount(FIRST, "/mnt/data"), mount(2, "/mnt/not/there/before")];
+    let (clone, guest) = start(&taken, "with", disks, volumes).await;
     let script = "until test -s /mnt/data/log; do sleep 0.1; done; touch /run/stop; \
         until umount /mnt/data; do sleep 0.1; done; ls /mnt/data | wc -l";
     assert_eq!(says(&guest, script).await.trim(), "0");
+    says(&guest, "touch /mnt/not/there/before/file && findmnt /mnt/not/there/before").await;
     clone.into_inner().kill().await.unwrap();
     assert_clean(&other);
 

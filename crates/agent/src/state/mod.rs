@@ -177,7 +177,7 @@ impl State {
 
     /// All, or none.
     pub(crate) fn mount(&mut self, wanted: &[Mount]) -> Result<(), Failure> {
-        if self.stands_still() {
+        if !self.frozen.is_empty() {
             // To make a directory would have to wait until everything goes on, and everything for us.
             wanted.iter().try_for_each(volumes::must_have_directory)?;
         }
