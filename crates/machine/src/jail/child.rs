@@ -34,6 +34,8 @@ pub(super) struct Child<'a> {
     pub(super) root: RawFd,
     pub(super) groups: Vec<RawFd>,
     pub(super) inherited: &'a [RawFd],
+    /// All descriptors of the above and below, in order; the rest is closed.
+    pub(super) kept: Vec<RawFd>,
     pub(super) filters: &'a [BpfProgram],
     pub(super) parent: RawFd,
     pub(super) has_own_users: bool,
@@ -130,6 +132,7 @@ impl Child<'_> {
     }
 
     fn become_inmate(&self) -> Result<Infallible, Failure> {
+        self.close_the_rest().at(Step::Descriptors)?;
         default_signals().at(Step::Session)?;
         nix::unistd::setsid().at(Step::Session)?;
         for &group in &self.groups {
@@ -173,6 +176,24 @@ impl Child<'_> {
             libc::execve(arguments[0], arguments.as_ptr(), environment.as_ptr());
         }
         Err(Failure(Step::Exec, Errno::last()))
+    }
+
+    /// First of all: were the server killed now, this process would hold its locks, and by the other end of its own
+    /// socket or of a sibling's wait for its answer for ever.
+    fn close_the_rest(&self) -> nix::Result<()> {
+        let close = |first: RawFd, last: libc::c_uint| {
+            // SAFETY: nobody in this process uses them.
+            let closed = unsafe { libc::close_range(first.cast_unsigned(), last, 0) };
+            Errno::result(closed).map(drop)
+        };
+        let mut next = libc::STDERR_FILENO + 1;
+        for &kept in self.kept.iter().filter(|&&kept| kept > libc::STDERR_FILENO) {
+            if kept > next {
+                close(next, (kept - 1).cast_unsigned())?;
+            }
+            next = kept + 1;
+        }
+        close(next, libc::c_uint::MAX)
     }
 
     fn ask_to_be_mapped(&self) -> nix::Result<()> {

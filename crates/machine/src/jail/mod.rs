@@ -91,6 +91,11 @@ impl Jail {
         let environment = [c"MALLOC_ARENA_MAX=1".to_owned()];
         let (ours, theirs) = UnixStream::pair()?;
         let null = File::options().read(true).write(true).open("/dev/null")?;
+        let groups: Vec<_> = inmate.groups.iter().map(AsRawFd::as_raw_fd).collect();
+        let mut kept = vec![null.as_raw_fd(), inmate.stderr.as_raw_fd(), inmate.netns.as_raw_fd()];
+        kept.extend([self.root.as_raw_fd(), theirs.as_raw_fd()]);
+        kept.extend(groups.iter().chain(inmate.inherited));
+        kept.sort_unstable();
         let child = Child {
             arguments: pointers(&arguments),
             environment: pointers(&environment),
@@ -99,8 +104,9 @@ impl Jail {
             uid: inmate.uid,
             netns: inmate.netns.as_raw_fd(),
             root: self.root.as_raw_fd(),
-            groups: inmate.groups.iter().map(AsRawFd::as_raw_fd).collect(),
+            groups,
             inherited: inmate.inherited,
+            kept,
             filters: &self.filters,
             parent: theirs.as_raw_fd(),
             has_own_users: self.users == Users::Own,
@@ -154,6 +160,7 @@ fn attend(mut child: UnixStream, pid: Pid, uid: u32) -> io::Result<()> {
         }
         match Message::decode(message) {
             Message::MapMe => {
+                fault::point!("create.process_mapping", std::convert::identity);
                 let process = PathBuf::from(format!("/proc/{}", pid.as_raw_nonzero()));
                 let map = format!("{uid} {uid} 1\n");
                 std::fs::write(process.join("uid_map"), &map)?;
