@@ -21,7 +21,7 @@ pub use crate::{
     postgres::Postgres,
     program::{failpoints_program, program},
     sandbox::{Sandbox, command, patterned, small},
-    server::{End, Options, Server},
+    server::{End, Options, Server, pool},
     sound::{has_failed, is_sound, will_not_be_repeated},
     suite::{Claim, Length, run},
     wait::{pause, until},

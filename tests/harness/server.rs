@@ -36,6 +36,8 @@ pub struct Options {
     pub listen: String,
     pub arguments: Vec<String>,
     pub environment: Vec<(&'static str, String)>,
+    /// Where the data directory is made. Default: the pool.
+    pub data_in: Option<PathBuf>,
 }
 
 impl Default for Options {
@@ -45,6 +47,7 @@ impl Default for Options {
             listen: "127.0.0.1:0".to_owned(),
             arguments: Vec::new(),
             environment: Vec::new(),
+            data_in: None,
         }
     }
 }
@@ -76,7 +79,7 @@ impl Server {
     /// # Panics
     /// It does not start; its log is shown.
     pub async fn start_with(options: Options) -> Self {
-        let data = data_directory();
+        let data = data_directory(&options.data_in.clone().unwrap_or_else(pool));
         interrupt::remember(data.path());
         let log = new_log();
         let (process, url, key) = launch(data.path(), &log, &options).await;
@@ -262,16 +265,15 @@ impl Drop for Server {
 }
 
 /// The place of everything of Atoll's on this host; its cache of kernels, templates and bakes is shared.
-fn pool() -> PathBuf {
+pub fn pool() -> PathBuf {
     std::env::var_os("ATOLL_POOL").map_or_else(|| "/var/lib/atoll".into(), PathBuf::from)
 }
 
-fn data_directory() -> TempDir {
-    let pool = pool();
+fn data_directory(place: &Path) -> TempDir {
     let data = tempfile::Builder::new()
         .prefix("test-")
-        .tempdir_in(&pool)
-        .unwrap_or_else(|error| panic!("{error} in {} (`make setup` makes it)", pool.display()));
+        .tempdir_in(place)
+        .unwrap_or_else(|error| panic!("{error} in {} (`make setup` makes it)", place.display()));
     // Guests' processes run unprivileged and reach their own directory below by name.
     fs::set_permissions(data.path(), Permissions::from_mode(0o711)).expect("it is ours");
     data

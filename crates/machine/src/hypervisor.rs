@@ -189,6 +189,9 @@ impl Hypervisor {
         process.settle();
         let qmp =
             Qmp::connect(sockets::connect(&place.directory, QMP_SOCKET).await?, PROMPT).await?;
+        if qmp.run("query-status", json!({})).await?["status"] == "io-error" {
+            qmp.note_out_of_room();
+        }
         let channel = sockets::connect(&place.directory, GUEST_SOCKET).await?;
         Ok(Machine::new(process, qmp, channel, place.directory.clone(), None))
     }

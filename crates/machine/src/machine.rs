@@ -131,6 +131,11 @@ impl Machine {
         Ok(status["status"] == "running")
     }
 
+    /// Whether it stands still because a write found no room on the host. [`Machine::resume`] tries the write again.
+    pub fn is_out_of_room(&self) -> bool {
+        self.qmp.is_out_of_room()
+    }
+
     /// Waits until the guest of a boot has powered off or its kernel has panicked.
     pub(crate) async fn halted(&self) -> Error {
         loop {

@@ -1,5 +1,5 @@
 //! QEMU's control socket. One task owns the connection; every command has a deadline. Of all events only the guest's own
-//! shutdown is noticed: the rest is asked for directly.
+//! shutdown and a want of room on the host are noticed: the rest is asked for directly.
 
 use std::collections::HashMap;
 use std::io::{self, IoSlice};
@@ -29,7 +29,30 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 pub(crate) struct Qmp {
     commands: mpsc::Sender<Command>,
-    guest_shut_down: Arc<AtomicBool>,
+    told: Arc<Told>,
+}
+
+/// By events.
+#[derive(Debug, Default)]
+struct Told {
+    guest_shut_down: AtomicBool,
+    /// A write found no room on the host, and QEMU has stopped the machine: its policy where none is set.
+    out_of_room: AtomicBool,
+}
+
+impl Told {
+    fn note(&self, message: &Value) {
+        match message["event"].as_str() {
+            Some("SHUTDOWN") if message["data"]["guest"] == true => {
+                self.guest_shut_down.store(true, Ordering::Release);
+            }
+            Some("BLOCK_IO_ERROR") if message["data"]["action"] == "stop" => {
+                self.out_of_room.store(true, Ordering::Release);
+            }
+            Some("RESUME") => self.out_of_room.store(false, Ordering::Release),
+            Some(_) | None => {}
+        }
+    }
 }
 
 /// What was handed to QEMU can be opened there by a path.
@@ -53,10 +76,10 @@ struct Command {
 impl Qmp {
     pub(crate) async fn connect(stream: UnixStream, deadline: Duration) -> Result<Self> {
         let (commands, received) = mpsc::channel(WAITING_COMMANDS);
-        let guest_shut_down = Arc::new(AtomicBool::new(false));
-        let qmp = Self { commands, guest_shut_down: guest_shut_down.clone() };
+        let told = Arc::new(Told::default());
+        let qmp = Self { commands, told: told.clone() };
         tokio::spawn(async move {
-            if let Err(error) = serve(&stream, received, &guest_shut_down).await {
+            if let Err(error) = serve(&stream, received, &told).await {
                 tracing::debug!(%error, "the control connection ended");
             }
         });
@@ -84,7 +107,16 @@ impl Qmp {
     pub(crate) async fn guest_has_shut_down(&self) -> bool {
         // An error means that the connection is still there.
         let _ = tokio::time::timeout(LAST_WORDS, self.commands.closed()).await;
-        self.guest_shut_down.load(Ordering::Acquire)
+        self.told.guest_shut_down.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn is_out_of_room(&self) -> bool {
+        self.told.out_of_room.load(Ordering::Acquire)
+    }
+
+    /// Before a server connected, events went unheard.
+    pub(crate) fn note_out_of_room(&self) {
+        self.told.out_of_room.store(true, Ordering::Release);
     }
 
     pub(crate) async fn run_within(
@@ -110,7 +142,7 @@ impl Qmp {
 async fn serve(
     stream: &UnixStream,
     mut commands: mpsc::Receiver<Command>,
-    guest_shut_down: &AtomicBool,
+    told: &Told,
 ) -> io::Result<()> {
     let reader = ReadHalf(stream);
     let mut lines = FramedRead::new(reader, LinesCodec::new_with_max_length(LONGEST_LINE));
@@ -130,9 +162,7 @@ async fn serve(
                 let Some(line) = line else { return Ok(()) };
                 let line = line.map_err(io::Error::other)?;
                 let Ok(mut message) = serde_json::from_str::<Value>(&line) else { continue };
-                if message["event"] == "SHUTDOWN" && message["data"]["guest"] == true {
-                    guest_shut_down.store(true, Ordering::Release);
-                }
+                told.note(&message);
                 let Some((name, answer)) = message["id"].as_u64().and_then(|id| waiting.remove(&id)) else { continue };
                 let result = match message.get("error") {
                     Some(error) => Err(Error::QmpRefused {
@@ -250,6 +280,27 @@ mod tests {
         let silent = qmp.run_within(Duration::from_millis(20), "stop", json!({}), None).await;
         assert!(matches!(silent, Err(Error::QmpSilent { command: "stop" })));
         assert_eq!(qmp.run("cont", json!({})).await.unwrap(), json!("cont"));
+    }
+
+    #[tokio::test]
+    async fn a_machine_without_room_is_one_until_it_runs_again() {
+        let stream = fake(|command| {
+            let event = match command["execute"].as_str() {
+                Some("cont") => json!({ "event": "RESUME" }),
+                Some("other") => {
+                    json!({ "event": "BLOCK_IO_ERROR", "data": { "action": "report" } })
+                }
+                _ => {
+                    json!({ "event": "BLOCK_IO_ERROR", "data": { "action": "stop", "nospace": true } })
+                }
+            };
+            vec![event, json!({ "return": {}, "id": command["id"] })]
+        });
+        let qmp = Qmp::connect(stream, PROMPT).await.unwrap();
+        for (command, out_of_room) in [("other", false), ("write", true), ("cont", false)] {
+            qmp.run(command, json!({})).await.unwrap();
+            assert_eq!(qmp.is_out_of_room(), out_of_room, "{command}");
+        }
     }
 
     #[tokio::test]

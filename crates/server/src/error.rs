@@ -37,8 +37,13 @@ impl Error {
         Self::new(ErrorCode::QuotaExceeded, message)
     }
 
-    /// The client learns only that it was not their fault; the log learns why.
+    /// The client learns only that it was not their fault; the log learns why. A full disk is told as such, whatever
+    /// step met it.
     pub fn internal(source: impl Into<Box<dyn StdError + Send + Sync>>) -> Self {
+        let source = source.into();
+        if tells_of_a_full_disk(&chain(&*source)) {
+            return Self::disk_full().because(source);
+        }
         Self::new(
             ErrorCode::Internal,
             "the server failed; its log has the reason under this request id",
@@ -57,15 +62,22 @@ impl Error {
     /// Of the store, where the request's own input is not at fault.
     pub fn from_store(error: store::Error) -> Self {
         if error.is_no_space() {
-            let message =
-                "the host's disk is full; delete sandboxes or templates, or try again later";
-            return Self::new(ErrorCode::CapacityExceeded, message).because(error);
+            return Self::disk_full().because(error);
         }
         Self::internal(error)
     }
 
+    /// 507: nothing was made.
+    pub(crate) fn disk_full() -> Self {
+        let message = "the host's disk is full; delete sandboxes or templates, or try again later";
+        Self::new(ErrorCode::CapacityExceeded, message)
+    }
+
     /// Of a template's build: what the recipe or the archive is to blame for is told.
     pub fn from_build(error: store::Error) -> Self {
+        if error.is_no_space() {
+            return Self::from_store(error);
+        }
         match error {
             store::Error::InvalidRecipe { .. }
             | store::Error::InvalidArchive { .. }
@@ -103,6 +115,13 @@ impl Error {
         self.source = Some(source.into());
         self
     }
+}
+
+/// The kernel's words, and those of SQLite.
+fn tells_of_a_full_disk(causes: &str) -> bool {
+    ["No space left on device", "database or disk is full", "Disk quota exceeded"]
+        .iter()
+        .any(|words| causes.contains(words))
 }
 
 /// An error with all its causes.
@@ -199,5 +218,30 @@ impl From<machine::guest::Failure> for Error {
             }
         };
         Self::new(code, failure.message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_full_disk_is_told_as_such_whatever_met_it() {
+        let full = || std::io::Error::from_raw_os_error(28);
+        let file = machine::Error::File { action: "write", path: "/x".into(), source: full() };
+        for error in [
+            Error::internal(full()),
+            Error::internal(file),
+            Error::internal("(code: 13) database or disk is full"),
+            Error::from_build(store::Error::ToolFailed {
+                tool: "tar".to_owned(),
+                status: "1".to_owned(),
+                output: "x: No space left on device".to_owned(),
+            }),
+        ] {
+            assert_eq!(error.code, ErrorCode::CapacityExceeded, "{error:?}");
+            assert!(!error.causes().is_empty());
+        }
+        assert_eq!(Error::internal("another reason").code, ErrorCode::Internal);
     }
 }

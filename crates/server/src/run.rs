@@ -219,6 +219,13 @@ impl Ground {
         }
         let layout =
             Layout::create(&config.data_dir, &config.cache_dir).map_err(Error::from_start)?;
+        {
+            let layout = layout.clone();
+            tokio::task::spawn_blocking(move || warn_of_copies(&layout))
+                .await
+                .map_err(Error::internal)?
+                .map_err(Error::from_start)?;
+        }
         let instance =
             Instance::claim(&config.data_dir).map_err(|error| refuse(error.to_string()))?;
         let clock = Clock::open(&config.data_dir.join("clock")).map_err(|source| {
@@ -287,6 +294,20 @@ impl Ground {
         drop(self.instance);
         Ok(())
     }
+}
+
+/// Everything works on any file system, only slower and with more room taken.
+fn warn_of_copies(layout: &Layout) -> store::Result<()> {
+    if !store::pool::is_same_file_system(layout.data(), layout.cache())? {
+        tracing::warn!(
+            "the data and the cache directory are on different file systems: every create copies a disk, which takes seconds; put both on one"
+        );
+    } else if !store::clone::can_reflink(&layout.data_temporary())? {
+        tracing::warn!(
+            "files cannot share blocks on this file system: every create copies a disk, which takes seconds; `make setup` makes a pool that can"
+        );
+    }
+    Ok(())
 }
 
 /// How many files the server may have open: as many as it may allow itself.

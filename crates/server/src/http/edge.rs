@@ -167,7 +167,7 @@ fn log(error: &Error, request_id: &str, method: &str, route: &str) {
         ErrorCode::Internal => {
             tracing::error!(request_id, method, route, cause, "a request failed")
         }
-        ErrorCode::Unavailable if !cause.is_empty() => {
+        ErrorCode::Unavailable | ErrorCode::CapacityExceeded if !cause.is_empty() => {
             tracing::warn!(request_id, method, route, cause, "a request failed")
         }
         ErrorCode::InvalidRequest

@@ -4,7 +4,7 @@
 //! told, and the same request may be sent again.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     sync::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
@@ -12,6 +12,7 @@ use std::{
     time::Duration,
 };
 
+use api::SandboxId;
 use tokio::{
     sync::{MutexGuard, Notify, OwnedSemaphorePermit, Semaphore},
     time::Instant,
@@ -22,6 +23,7 @@ use super::{
     capacity::{Limits, Need, Shortage, Usage},
     host_memory::{HostMemory, private_bytes},
     registry::locked,
+    state::State,
 };
 use crate::{Error, metrics::Figure};
 
@@ -33,6 +35,8 @@ const MOST_WAITING: usize = 256;
 const ROOM_PATIENCE: Duration = Duration::from_secs(5);
 /// What is not told of, such as other programs' memory, is looked at so often.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);
+/// A write that found no room is tried again when there is so much.
+const ROOM_TO_GO_ON: u64 = 16 << 20;
 /// A measurement is good for so long; what was started since is counted on top.
 const FRESH: Duration = Duration::from_millis(100);
 
@@ -152,6 +156,12 @@ impl Admission {
         turn.map_err(|_| busy())?.map_err(|_| busy())
     }
 
+    fn refuse(&self, shortage: Shortage) -> Error {
+        tracing::warn!(short = shortage.name(), "refused a create");
+        *locked(&self.ledger).refused.entry(shortage.name()).or_default() += 1;
+        shortage.into()
+    }
+
     fn forget_measured(&self) {
         locked(&self.ledger).measured = None;
     }
@@ -201,6 +211,18 @@ impl Sandboxes {
         Ok(admitted)
     }
 
+    /// # Errors
+    /// 507 for what does not pass by waiting.
+    pub(crate) fn could_ever_fit(&self, need: &Need) -> Result<(), Error> {
+        let admission = &self.admission;
+        match admission.limits.admit(&self.usage()?, need) {
+            Err(shortage @ (Shortage::TooLarge | Shortage::Disk)) => {
+                Err(admission.refuse(shortage))
+            }
+            Err(Shortage::Machines | Shortage::Promised | Shortage::Memory) | Ok(()) => Ok(()),
+        }
+    }
+
     async fn wait_for_room(&self, need: &Need, patience: Duration) -> Result<Admitted, Error> {
         let admission = &self.admission;
         let until = Instant::now() + patience.min(ROOM_PATIENCE);
@@ -224,9 +246,7 @@ impl Sandboxes {
                 continue;
             }
             if !shortage.may_pass() || Instant::now() >= until {
-                tracing::warn!(short = shortage.name(), "refused a create");
-                *locked(&admission.ledger).refused.entry(shortage.name()).or_default() += 1;
-                return Err(shortage.into());
+                return Err(admission.refuse(shortage));
             }
             let look_again = (Instant::now() + LOOK_AGAIN).min(until);
             // Either way it is looked at again.
@@ -330,16 +350,49 @@ impl Sandboxes {
         locked(&self.admission.ledger).refused.clone()
     }
 
-    /// Until the server closes: machines stand ready only while there is room for others beside them.
+    /// Until the server closes: machines stand ready only while there is room for others beside them, and those that a
+    /// full disk has stopped go on when there is room again.
     pub(crate) async fn watch_room(self: Arc<Self>) {
+        let mut out_of_room = BTreeSet::new();
         loop {
             tokio::select! {
                 () = tokio::time::sleep(LOOK_AGAIN * 2) => {}
                 () = self.closed.cancelled() => return,
             }
             match self.whole_usage() {
-                Ok(usage) => self.pool.set_room(self.admission.limits.may_stand_ready(&usage)),
+                Ok(usage) => {
+                    self.pool.set_room(self.admission.limits.may_stand_ready(&usage));
+                    self.let_go_on(&mut out_of_room, usage.disk_free).await;
+                }
                 Err(error) => tracing::warn!(cause = error.causes(), "failed to measure the host"),
+            }
+        }
+    }
+}
+
+impl Sandboxes {
+    /// `known`: those that were told of already.
+    async fn let_go_on(&self, known: &mut BTreeSet<SandboxId>, disk_free: u64) {
+        for entry in self.registry.all() {
+            let id = entry.look(|row| row.id);
+            let Some(inside) = locked(&entry.inside).clone() else {
+                known.remove(&id);
+                continue;
+            };
+            if !inside.machine.is_out_of_room() {
+                if known.remove(&id) {
+                    tracing::info!(sandbox = %id, "goes on: there is room on the pool again");
+                }
+                continue;
+            }
+            if known.insert(id) {
+                tracing::error!(sandbox = %id, disk_free, "stands still: its write found no room on the pool");
+            }
+            if disk_free >= ROOM_TO_GO_ON
+                && entry.look(|row| row.state) == State::Running
+                && let Err(error) = inside.machine.resume().await
+            {
+                tracing::warn!(sandbox = %id, %error, "failed to let a sandbox go on");
             }
         }
     }

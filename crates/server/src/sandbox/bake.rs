@@ -28,6 +28,8 @@ const WARM_UP_DEADLINE: Duration = Duration::from_secs(180);
 const KEPT_BYTES: u64 = 20 << 30;
 /// Of what a failed one printed, for the log.
 const WARM_UP_OUTPUT: usize = 4096;
+/// A guest at rest has written to some hundreds of MiB of its memory.
+const BAKE_ROOM: u64 = 128 << 20;
 const REST_DEADLINE: Duration = Duration::from_secs(30);
 
 /// What a size is made of.
@@ -172,13 +174,18 @@ impl Bakes {
             Ok(draft)
         })
         .await?;
+        self.check_room()?;
         let site = self.sites.prepare().await?;
         let made = match site.place() {
             Ok(place) => self.make(&draft, place, template, size).await,
             Err(error) => Err(error),
         };
         site.remove().await;
-        made?;
+        made.map_err(|error| match self.check_room() {
+            Ok(()) => error,
+            // A machine that finds no room for its memory simply ends.
+            Err(full) => full.because(format!("No space left on device: {}", error.causes())),
+        })?;
         let manifest = Manifest {
             description: self.description(template, size),
             template: template.digest.clone(),
@@ -189,6 +196,19 @@ impl Bakes {
         tracing::info!(key = key.short(), seconds = began.elapsed().as_secs(), "baked");
         self.make_room().await;
         Ok(files)
+    }
+
+    /// # Errors
+    /// 507 when there is hardly any left for a bake.
+    fn check_room(&self) -> Result<(), Error> {
+        let room = store::pool::room(self.layout.cache()).map_err(Error::internal)?;
+        if room.free_bytes < BAKE_ROOM {
+            return Err(Error::disk_full().because(format!(
+                "No space left on device: {} bytes for a bake",
+                room.free_bytes
+            )));
+        }
+        Ok(())
     }
 
     /// Bakes of sizes and agents that nobody asks for any longer go, the longest unused first.

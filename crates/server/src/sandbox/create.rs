@@ -223,6 +223,8 @@ impl Sandboxes {
             )));
         }
         let disk_mb = pick("disk_mb", " (MiB)", request.disk_mb, defaults.disk_mb, &DISK_MIB)?;
+        // A size that will never fit need not be baked.
+        self.could_ever_fit(&Need::of_clone(memory_mb << 20))?;
         let template = self.templates.built(account, &name, BAKE_PATIENCE).await?;
         if disk_mb < template.disk_mb {
             check_fits(&template, disk_mb).await?;

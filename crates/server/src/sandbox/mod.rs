@@ -231,7 +231,17 @@ impl Sandboxes {
             entry.change(|row| row.target = Target::Deleted);
             entry.target_changed.notify_one();
             fault::point!("delete.target_writing", Error::internal);
-            self.save_row(entry).await?;
+            match self.save_row(entry).await {
+                // The way out of a full disk must not need room on it. Should the server die now, the row shows a
+                // sandbox without a machine.
+                Err(error) if error.code == ErrorCode::CapacityExceeded => {
+                    tracing::warn!(
+                        cause = error.causes(),
+                        "a delete goes on without being written down"
+                    );
+                }
+                outcome => outcome?,
+            }
             fault::point!("delete.target_written");
         }
         Ok(())
@@ -387,6 +397,9 @@ impl Sandboxes {
 }
 
 fn inside_of(entry: &registry::Entry, in_use: InUse) -> Result<Running, Error> {
+    if entry.is_out_of_room() {
+        return Err(Error::new(ErrorCode::CapacityExceeded, registry::OUT_OF_ROOM));
+    }
     Ok(Running {
         guest: entry.guest().ok_or_else(registry::not_found)?,
         environment: Arc::new(entry.look(|row| row.environment.clone())),

@@ -1,11 +1,11 @@
 //! A server's start: the rows are the truth. Running machines are found again, half-made ones are removed, and
 //! directories, namespaces and processes that no row names are given back.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{collections::BTreeSet, sync::Arc, time::Duration};
 
 use api::{ErrorCode, SandboxId};
 use futures::StreamExt;
-use machine::Hypervisor;
+use machine::{Hypervisor, Machine};
 use store::Layout;
 
 use super::{
@@ -22,6 +22,8 @@ use crate::Error;
 /// Each keeps a core busy for a moment.
 const ADOPTED_AT_ONCE: usize = 16;
 const SILENT: &str = "its guest did not answer when the server was started anew";
+/// Tries of a write for which there was no room.
+const RUN_ON_EVERY: Duration = Duration::from_millis(20);
 
 /// Which start of the host it is, and which it was for the server before.
 struct Boot {
@@ -182,7 +184,13 @@ impl Sandboxes {
         let machine =
             Hypervisor::adopt(&site.place_without_tap()).await.map_err(Error::internal)?;
         entry.put_inside(Inside::new(machine, site));
-        let found = self.take_up(entry).await;
+        let found = match entry.inside() {
+            Some(inside) => tokio::select! {
+                found = self.take_up(entry) => found,
+                error = run_on_bit_by_bit(&inside.machine) => Err(error),
+            },
+            None => Err(registry::not_found()),
+        };
         if found.is_err() {
             locked(&entry.inside).take();
         }
@@ -209,6 +217,18 @@ impl Sandboxes {
     async fn note_row(&self, entry: &Entry) {
         if let Err(error) = self.save_row(entry).await {
             tracing::warn!(sandbox = %entry.look(|row| row.id), cause = error.causes(), "failed to write a sandbox's row");
+        }
+    }
+}
+
+/// One that stands still for want of room gets far enough to answer all the same. Ends only with the machine.
+async fn run_on_bit_by_bit(machine: &Machine) -> Error {
+    loop {
+        tokio::time::sleep(RUN_ON_EVERY).await;
+        if machine.is_out_of_room()
+            && let Err(error) = machine.resume().await
+        {
+            return Error::internal(error);
         }
     }
 }

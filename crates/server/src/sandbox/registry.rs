@@ -21,6 +21,9 @@ use crate::{
     db::{AttachmentRow, SandboxRow},
 };
 
+pub(crate) const OUT_OF_ROOM: &str =
+    "the host's disk is full: the sandbox stands still, and goes on by itself when there is room";
+
 /// One sandbox. Its driver is the only one that changes `state`; anyone may set the target.
 pub(crate) struct Entry {
     row: watch::Sender<SandboxRow>,
@@ -107,6 +110,11 @@ impl Entry {
         }
     }
 
+    /// Whether it stands still because there is no room on the pool for what its guest writes.
+    pub(crate) fn is_out_of_room(&self) -> bool {
+        locked(&self.inside).as_ref().is_some_and(|inside| inside.machine.is_out_of_room())
+    }
+
     /// Whether its time is up at `now`, a steady time.
     pub(crate) fn is_expired(&self, now: i64) -> bool {
         self.look(|row| row.expires_at.is_some_and(|end| end <= now))
@@ -139,6 +147,8 @@ impl Entry {
 
     pub(crate) fn shown(&self, accelerator: &str, clock: &Clock) -> Sandbox {
         let expired = self.is_expired(clock.steady_ms());
+        // Not below, where its lock is held.
+        let out_of_room = self.is_out_of_room();
         self.look(|row| Sandbox {
             id: row.id,
             template: row.template.clone(),
@@ -160,7 +170,7 @@ impl Entry {
             persistent: row.ttl_seconds.is_none(),
             volumes: self.shown_volumes(),
             accelerator: accelerator.to_owned(),
-            error: row.error.clone(),
+            error: row.error.clone().or_else(|| out_of_room.then(|| OUT_OF_ROOM.to_owned())),
         })
     }
 }
