@@ -131,9 +131,23 @@ impl Machine {
         Ok(status["status"] == "running")
     }
 
-    /// Whether it stands still because a write found no room on the host. [`Machine::resume`] tries the write again.
+    /// Whether it stands still because a write found no room on the host.
     pub fn is_out_of_room(&self) -> bool {
         self.qmp.is_out_of_room()
+    }
+
+    /// Tries such a write again.
+    ///
+    /// # Errors
+    /// QEMU refuses or is gone.
+    pub async fn try_writes_again(&self) -> Result<()> {
+        let status = explained(&self.process, self.qmp.run("query-status", json!({}))).await?;
+        if status["status"] == "io-error" {
+            return self.run("cont", json!({})).await;
+        }
+        // QEMU holds back repeated events for a second: one may tell of what is over.
+        self.qmp.note_room();
+        Ok(())
     }
 
     /// Waits until the guest of a boot has powered off or its kernel has panicked.

@@ -114,6 +114,10 @@ impl Qmp {
         self.told.out_of_room.load(Ordering::Acquire)
     }
 
+    pub(crate) fn note_room(&self) {
+        self.told.out_of_room.store(false, Ordering::Release);
+    }
+
     /// Before a server connected, events went unheard.
     pub(crate) fn note_out_of_room(&self) {
         self.told.out_of_room.store(true, Ordering::Release);

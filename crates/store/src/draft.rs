@@ -99,12 +99,19 @@ impl Drop for Draft {
 
 /// Takes `path` out of sight at once and then deletes it. Nothing there is fine.
 pub(crate) fn discard(path: &Path, temporary: &Path) -> Result<()> {
-    let draft = Draft::create(temporary, "discarded")?;
+    let in_place = || remove_all(path).map_err(Error::io("remove", path));
+    let draft = match Draft::create(temporary, "discarded") {
+        Ok(draft) => draft,
+        // A full disk is emptied by this, so it must not need room.
+        Err(error) if error.is_no_space() => return in_place(),
+        Err(error) => return Err(error),
+    };
     match fs::rename(path, draft.path().join("content")) {
         Ok(()) => {
             fault::point!("delete.disk_renamed");
             sync_directory(path.parent().unwrap_or(Path::new("/")))
         }
+        Err(error) if error.kind() == ErrorKind::StorageFull => in_place(),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         Err(error) => Err(Error::io("remove", path)(error)),
     }

@@ -390,7 +390,7 @@ impl Sandboxes {
             }
             if disk_free >= ROOM_TO_GO_ON
                 && entry.look(|row| row.state) == State::Running
-                && let Err(error) = inside.machine.resume().await
+                && let Err(error) = inside.machine.try_writes_again().await
             {
                 tracing::warn!(sandbox = %id, %error, "failed to let a sandbox go on");
             }

@@ -226,7 +226,7 @@ async fn run_on_bit_by_bit(machine: &Machine) -> Error {
     loop {
         tokio::time::sleep(RUN_ON_EVERY).await;
         if machine.is_out_of_room()
-            && let Err(error) = machine.resume().await
+            && let Err(error) = machine.try_writes_again().await
         {
             return Error::internal(error);
         }
