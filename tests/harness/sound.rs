@@ -12,8 +12,14 @@ use crate::{Footprint, Server, command, until};
 /// # Panics
 /// It does not hold.
 pub async fn is_sound(server: &Server) {
-    let all =
-        server.client().sandboxes(&SandboxFilter::default()).await.expect("the server answers");
+    // What was half-made is being removed when the server has just started.
+    let all = until("nothing is being deleted", Duration::from_secs(30), async || {
+        let all = server.client().sandboxes(&SandboxFilter::default()).await;
+        let all = all.expect("the server answers");
+        let is_settled = all.iter().all(|sandbox| sandbox.status != SandboxStatus::Deleting);
+        is_settled.then_some(all)
+    })
+    .await;
     for sandbox in &all {
         assert_eq!(sandbox.status, SandboxStatus::Running, "{sandbox:?}");
         let result = server
