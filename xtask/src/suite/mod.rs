@@ -23,8 +23,20 @@ use crate::{
 };
 
 /// The everyday jobs, through the published clients, whose capabilities are there.
-const SCENARIOS: &[&str] =
-    &["artifacts", "chart", "cli", "commands", "directory", "files", "ts_files"];
+const SCENARIOS: &[&str] = &[
+    "artifacts",
+    "chart",
+    "cli",
+    "commands",
+    "directory",
+    "files",
+    "isolation",
+    "lifecycle",
+    "snapshot",
+    "ts_files",
+    "ts_snapshot",
+    "volume",
+];
 
 /// Of each fuzz target, all at once.
 const FUZZ: Duration = Duration::from_secs(60);

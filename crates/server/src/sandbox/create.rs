@@ -163,8 +163,8 @@ impl Sandboxes {
         check_environment(&environment)?;
         let _under_way = self.pool.create_under_way();
         let origin = match request.from_snapshot.as_deref() {
-            Some(id) => self.from_snapshot(account, id).await?,
-            None => self.from_template(account, &request, began).await?,
+            Some(id) => self.snapshot_origin(account, id).await?,
+            None => self.template_origin(account, &request, began).await?,
         };
         self.create_draft(Draft {
             account: account.clone(),
@@ -185,7 +185,7 @@ impl Sandboxes {
     }
 
     /// The snapshot decides on template and sizes: the published clients name a template all the same.
-    async fn from_snapshot(&self, account: &AccountId, id: &str) -> Result<Origin, Error> {
+    async fn snapshot_origin(&self, account: &AccountId, id: &str) -> Result<Origin, Error> {
         let id = id
             .parse()
             .map_err(|_| Error::not_found("`from_snapshot`: there is no snapshot with this id"))?;
@@ -200,7 +200,7 @@ impl Sandboxes {
         })
     }
 
-    async fn from_template(
+    async fn template_origin(
         &self,
         account: &AccountId,
         request: &CreateSandbox,

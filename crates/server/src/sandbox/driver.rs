@@ -349,16 +349,32 @@ impl Sandboxes {
 
 /// Nothing was created then. A host that is too busy to start a machine in time may be asked again.
 fn not_started(error: machine::Error) -> Error {
+    use machine::Error as Machine;
     match error {
-        machine::Error::Refused(failure) => failure.into(),
-        machine::Error::Silent => {
+        Machine::Refused(failure) => failure.into(),
+        Machine::Silent => {
             Error::busy("the host is too busy to start a sandbox; try again shortly", 5)
                 .because(error)
         }
-        machine::Error::Locked { .. } => Error::conflict(
+        Machine::Locked { .. } => Error::conflict(
             "a volume of this sandbox is still in use by another machine; try again shortly",
         )
         .because(error),
-        other => Error::internal(other),
+        Machine::Busy
+        | Machine::Lost
+        | Machine::Reset
+        | Machine::QemuMissing
+        | Machine::QemuTooOld { .. }
+        | Machine::File { .. }
+        | Machine::Host { .. }
+        | Machine::Unfit(_)
+        | Machine::Spawn { .. }
+        | Machine::QmpRefused { .. }
+        | Machine::QmpSilent { .. }
+        | Machine::Exited { .. }
+        | Machine::NotLoaded { .. }
+        | Machine::NotBooted { .. }
+        | Machine::NoMachine { .. }
+        | Machine::Misbehaved(_) => Error::internal(error),
     }
 }

@@ -45,16 +45,25 @@ impl Sandboxes {
 
     /// Ends the quiet of a machine that runs or stands still. Idempotent.
     pub(super) async fn go_on(&self, entry: &Entry) -> Result<(), Error> {
+        self.go_on_within(entry, ANSWER_DEADLINE).await
+    }
+
+    /// `patience`: for each answer of the guest.
+    pub(super) async fn go_on_within(
+        &self,
+        entry: &Entry,
+        patience: Duration,
+    ) -> Result<(), Error> {
         let inside = entry.inside().ok_or_else(super::registry::not_found)?;
         if !inside.machine.is_running().await? {
             inside.machine.resume().await?;
         }
         let guest = match entry.guest().filter(|guest| !guest.is_lost()) {
             Some(guest) => guest,
-            None => inside.machine.connect_guest(ANSWER_DEADLINE).await?,
+            None => inside.machine.connect_guest(patience).await?,
         };
         let thaw = Request::Thaw { unix_time_ns: self.clock.now_ns() };
-        guest.call(thaw, ANSWER_DEADLINE).await?;
+        guest.call(thaw, patience).await?;
         Ok(())
     }
 }

@@ -20,6 +20,8 @@ use super::{
 use crate::Error;
 
 /// Each keeps a core busy for a moment.
+/// A guest that is busy, on a host that just starts, is not one that is lost.
+const FOUND_AGAIN_DEADLINE: Duration = Duration::from_secs(60);
 const ADOPTED_AT_ONCE: usize = 16;
 const SILENT: &str = "its guest did not answer when the server was started anew";
 /// Tries of a write for which there was no room.
@@ -206,7 +208,7 @@ impl Sandboxes {
                 None => Err(registry::not_found()),
             };
         }
-        self.go_on(entry).await?;
+        self.go_on_within(entry, FOUND_AGAIN_DEADLINE).await?;
         let guest = entry.guest().ok_or_else(registry::not_found)?;
         if let Err(error) = watch_again(&guest, &entry.logs, &entry.usage).await {
             tracing::warn!(%error, cause = error.causes(), "commands of before are not in the log");
