@@ -83,7 +83,6 @@ impl Create {
             metadata: pair::map(self.metadata),
             env: pair::environment(self.env)?,
             network: self.network.of_create(),
-            ..CreateSandbox::default()
         };
         let sandbox =
             create_when_there_is_room(client, &request, Duration::from_secs(self.wait)).await?;

@@ -20,9 +20,9 @@ use super::{
 use crate::Error;
 
 /// Each keeps a core busy for a moment.
+const ADOPTED_AT_ONCE: usize = 16;
 /// A guest that is busy, on a host that just starts, is not one that is lost.
 const FOUND_AGAIN_DEADLINE: Duration = Duration::from_secs(60);
-const ADOPTED_AT_ONCE: usize = 16;
 const SILENT: &str = "its guest did not answer when the server was started anew";
 /// Tries of a write for which there was no room.
 const RUN_ON_EVERY: Duration = Duration::from_millis(20);
