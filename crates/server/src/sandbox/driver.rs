@@ -349,32 +349,10 @@ impl Sandboxes {
 
 /// Nothing was created then. A host that is too busy to start a machine in time may be asked again.
 fn not_started(error: machine::Error) -> Error {
-    use machine::Error as Machine;
-    match error {
-        Machine::Refused(failure) => failure.into(),
-        Machine::Silent => {
-            Error::busy("the host is too busy to start a sandbox; try again shortly", 5)
-                .because(error)
-        }
-        Machine::Locked { .. } => Error::conflict(
-            "a volume of this sandbox is still in use by another machine; try again shortly",
-        )
-        .because(error),
-        Machine::Busy
-        | Machine::Lost
-        | Machine::Reset
-        | Machine::QemuMissing
-        | Machine::QemuTooOld { .. }
-        | Machine::File { .. }
-        | Machine::Host { .. }
-        | Machine::Unfit(_)
-        | Machine::Spawn { .. }
-        | Machine::QmpRefused { .. }
-        | Machine::QmpSilent { .. }
-        | Machine::Exited { .. }
-        | Machine::NotLoaded { .. }
-        | Machine::NotBooted { .. }
-        | Machine::NoMachine { .. }
-        | Machine::Misbehaved(_) => Error::internal(error),
+    use machine::Error::{Busy, Lost, Reset, Silent};
+    if matches!(error, Silent | Lost | Reset | Busy) {
+        Error::busy("the host is too busy to start a sandbox; try again shortly", 5).because(error)
+    } else {
+        error.into()
     }
 }
