@@ -81,7 +81,14 @@ impl State {
     pub(crate) fn write_out(&mut self) -> Result<(), Failure> {
         let Some(reach) = &self.reach else { return Ok(()) };
         self.found = file_systems::find(reach, &devices(&self.frozen));
-        self.found.iter().try_for_each(FileSystem::flush)
+        for file_system in &self.found {
+            match file_system.flush() {
+                Err(failure) if file_system.is_root() => return Err(failure),
+                // A broken one that the user has mounted shall not keep the sandbox from being saved.
+                flushed => boot::report("flush a file system", flushed),
+            }
+        }
+        Ok(())
     }
 
     /// Afterwards no process of the user's runs and nothing is written, or all goes on as before.

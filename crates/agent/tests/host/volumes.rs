@@ -196,13 +196,15 @@ fn none_is_mounted_when_one_cannot_be() {
 #[test]
 fn no_directory_is_made_while_everything_stands_still() {
     let mut place = Place::new();
+    // So that something is frozen.
+    assert_eq!(place.mount(&[1]), Reply::Done);
     assert_eq!(place.client.call(&Request::Quiesce), Reply::Done);
     assert_eq!(failure(place.mount(&[0])).code, ErrorCode::Conflict);
     std::fs::create_dir_all(place.path("mnt/0")).unwrap();
     assert_eq!(place.mount(&[0]), Reply::Done);
     assert_eq!(place.client.call(&Request::Thaw { unix_time_ns: 0 }), Reply::Done);
-    assert!(place.is_mounted(0));
-    place.must_unmount(&[0]);
+    assert!(place.is_mounted(0) && place.is_mounted(1));
+    place.must_unmount(&[0, 1]);
 }
 
 #[test]
