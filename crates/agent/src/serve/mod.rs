@@ -335,10 +335,10 @@ impl Server {
     /// The stream ends without another word.
     fn close(&mut self, stream: u32) {
         let Some(closed) = self.streams.remove(&stream) else { return };
-        if let Role::Watching(watch) = closed.role {
-            self.stop_watching(stream, &watch);
-        } else {
-            self.discard(closed.role);
+        match closed.role {
+            Role::Watching(watch) => self.stop_watching(stream, &watch),
+            role @ (Role::Reading(_) | Role::Writing(_) | Role::Listing(_)) => self.discard(role),
+            Role::Opening { .. } | Role::Deferred(_) | Role::Answering => {}
         }
     }
 

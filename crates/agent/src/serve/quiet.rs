@@ -98,6 +98,8 @@ impl Server {
             return false;
         }
         self.prepare_groups();
+        // Whoever is restored from here finds a worker.
+        self.workers.submit(|| Done::Dropped);
         let attempt = Arc::new(Attempt::until(Instant::now() + WRITE_OUT));
         self.quiescing = Some(Quiescing { stream, epoch, attempt: Arc::clone(&attempt) });
         self.change(|state| Change::WrittenOut(attempt, state.write_out()));

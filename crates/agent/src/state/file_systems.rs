@@ -14,7 +14,6 @@ use rustix::io::Errno;
 
 use super::attempt::Attempt;
 use super::mountinfo::{self, Device, Mounted};
-use super::process;
 use crate::failure::{refuse, shown};
 
 // Linux `include/uapi/linux/fs.h`, `include/uapi/linux/loop.h`.
@@ -52,22 +51,28 @@ pub(crate) fn find(reach: &Reach, known: &HashSet<Device>) -> Vec<FileSystem> {
     found
 }
 
-/// Like [`find`], in the view of every process: each may have mounts of its own.
-pub(crate) fn find_everywhere(reach: &Reach, known: &HashSet<Device>) -> Vec<FileSystem> {
+/// Like [`find`], and in the view of each of these processes: it may have mounts of its own.
+pub(crate) fn find_everywhere(
+    reach: &Reach,
+    known: &HashSet<Device>,
+    processes: impl Iterator<Item = i32>,
+) -> Vec<FileSystem> {
     let mut found = find(reach, known);
     let mut seen: HashSet<Device> =
         known.iter().copied().chain(found.iter().map(|found| found.device)).collect();
-    for (pid, mounts) in others_mounts() {
+    for (pid, mounts) in others_mounts(processes) {
         open_new(&mounts, &format!("/proc/{pid}/root"), reach, &mut seen, &mut found);
     }
     found
 }
 
-/// What is mounted in each view but ours, with one process that has it.
-pub(crate) fn others_mounts() -> impl Iterator<Item = (i32, Vec<Mounted>)> {
+/// What is mounted in each of their views but ours, with one process that has it.
+pub(crate) fn others_mounts(
+    processes: impl Iterator<Item = i32>,
+) -> impl Iterator<Item = (i32, Vec<Mounted>)> {
     let view = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/mnt")).ok();
     let mut views: HashSet<PathBuf> = view("self").into_iter().collect();
-    process::all().filter_map(move |pid| {
+    processes.filter_map(move |pid| {
         if !views.insert(view(&pid.to_string())?) {
             return None;
         }

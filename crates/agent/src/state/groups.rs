@@ -2,7 +2,7 @@
 //! more, and move processes out of those they began in.
 
 use std::collections::HashSet;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -64,6 +64,12 @@ impl Groups {
         for name in subgroups(self.root.as_fd()).filter(|name| name != AGENT) {
             // One that is being removed, or that its user has frozen, is none of our business. `work` is.
             let Ok(directory) = open(&self.root, &name) else { continue };
+            // Without a process there is nothing to stop, and nobody but us begins one. To thaw a group costs a restore
+            // more than all else that it repairs.
+            let events = read_file(&directory, "cgroup.events");
+            if events.is_ok_and(|text| text.lines().any(|line| line == "populated 0")) {
+                continue;
+            }
             let frozen_before = read_file(&directory, "cgroup.freeze");
             if name != WORK && frozen_before.is_ok_and(|text| text.trim() == "1") {
                 continue;
@@ -86,6 +92,17 @@ impl Groups {
             group.wait(end, attempt)?;
         }
         Ok(())
+    }
+
+    /// Every process that [`Groups::freeze`] stops.
+    pub(crate) fn processes(&self) -> Vec<i32> {
+        let mut found = Vec::new();
+        for name in subgroups(self.root.as_fd()).filter(|name| name != AGENT) {
+            if let Ok(directory) = open(&self.root, &name) {
+                collect(directory.as_fd(), &mut found);
+            }
+        }
+        found
     }
 
     /// Processes that root has put where no group of theirs can be frozen: beside the agent, or at the top.
@@ -113,6 +130,20 @@ impl Groups {
         let Ok(group) = open(&work, b"strays") else { return };
         for pid in strays {
             let _ = write_file(&group, "cgroup.procs", pid.to_string().as_bytes());
+        }
+    }
+}
+
+fn collect(group: BorrowedFd<'_>, found: &mut Vec<i32>) {
+    let events = read_file(group, "cgroup.events").unwrap_or_default();
+    if events.lines().any(|line| line == "populated 0") {
+        return;
+    }
+    let text = read_file(group, "cgroup.procs").unwrap_or_default();
+    found.extend(text.lines().filter_map(|line| line.parse::<i32>().ok()));
+    for below in subgroups(group) {
+        if let Ok(below) = open(group, &below) {
+            collect(below.as_fd(), found);
         }
     }
 }
@@ -151,7 +182,7 @@ impl Frozen {
         refuse(ErrorCode::Conflict, message)
     }
 
-    fn first_that_waits(&self, group: std::os::fd::BorrowedFd<'_>) -> Option<Process> {
+    fn first_that_waits(&self, group: BorrowedFd<'_>) -> Option<Process> {
         let text = read_file(group, "cgroup.procs").unwrap_or_default();
         let pids = text.lines().filter_map(|line| line.parse().ok());
         pids.filter_map(Process::of).find(|process| process.waits_for_disk).or_else(|| {

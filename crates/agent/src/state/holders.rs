@@ -32,7 +32,7 @@ fn process_with(device: Device) -> Option<String> {
         let holds = |(pid, mounts): (i32, Vec<mountinfo::Mounted>)| {
             mounts.iter().any(|mounted| mounted.device == device).then_some(pid)
         };
-        others_mounts().find_map(holds)
+        others_mounts(process::all()).find_map(holds)
     };
     let pid = has_open.or_else(has_mounted)?;
     Some(Process::of(pid).map_or_else(|| format!("process {pid}"), |process| process.to_string()))

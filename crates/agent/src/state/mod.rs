@@ -114,7 +114,8 @@ impl State {
         let mut all = std::mem::take(&mut self.found);
         let mut known = devices(&self.frozen);
         known.extend(devices(&all));
-        all.extend(file_systems::find_everywhere(reach, &known));
+        let processes = self.groups.iter().flat_map(Groups::processes);
+        all.extend(file_systems::find_everywhere(reach, &known, processes));
         file_systems::freeze(all, &mut self.frozen, attempt)
     }
 
