@@ -142,9 +142,7 @@ impl SavedMachineDraft {
 
     /// The memory starts as a clone of `base`; the changed pages are written over it. Readable and writable.
     pub fn clone_memory(&self, base: &Path) -> Result<File> {
-        clone_file(base, &self.memory())?;
-        let open = File::options().read(true).write(true).open(self.memory());
-        open.map_err(Error::io("open", self.memory()))
+        self.clone_memory_of(&File::open(base).map_err(Error::io("open", base))?)
     }
 
     /// As [`SavedMachineDraft::clone_memory`], of a file that may have lost its name.
