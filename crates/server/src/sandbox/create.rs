@@ -166,7 +166,7 @@ impl Sandboxes {
             Some(id) => self.snapshot_origin(account, id).await?,
             None => self.template_origin(account, &request, began).await?,
         };
-        self.create_draft(Draft {
+        let draft = Draft {
             account: account.clone(),
             template: origin.template,
             saved: origin.saved,
@@ -180,8 +180,17 @@ impl Sandboxes {
             from_snapshot: origin.from_snapshot,
             volumes: request.volumes.unwrap_or_default(),
             began,
-        })
-        .await
+        };
+        match self.create_draft(draft).await {
+            // It may have been deleted since, and its files with it.
+            Err(error) if error.code == api::ErrorCode::Internal => {
+                if let Some(id) = origin.from_snapshot {
+                    self.saved_snapshot(account, &id).await?;
+                }
+                Err(error)
+            }
+            outcome => outcome,
+        }
     }
 
     /// The snapshot decides on template and sizes: the published clients name a template all the same.

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     admission::Admitted,
+    exec::{Since, watch_again},
     network,
     pool::Ready,
     registry::{self, Entry, locked},
@@ -174,6 +175,7 @@ impl Sandboxes {
             Ok(machine) => {
                 let slot = site.number();
                 entry.put_inside(Inside::new(machine, site));
+                self.watch_inherited(entry);
                 let now = self.clock.steady_ms();
                 entry.change(|row| {
                     row.state = State::Running;
@@ -196,6 +198,18 @@ impl Sandboxes {
                 Err(error)
             }
         }
+    }
+
+    /// What ran when the snapshot was taken runs here as well. Behind the answer: nobody waits for it.
+    fn watch_inherited(&self, entry: &Entry) {
+        let is_inherited = entry.look(|row| row.from_snapshot.is_some());
+        let Some(guest) = entry.guest().filter(|_| is_inherited) else { return };
+        let (logs, usage) = (Arc::clone(&entry.logs), Arc::clone(&entry.usage));
+        self.tasks.spawn(async move {
+            if let Err(error) = watch_again(&guest, &logs, &usage, Since::Now).await {
+                tracing::warn!(%error, cause = error.causes(), "commands of a snapshot are not in the log");
+            }
+        });
     }
 
     /// A machine of its own out of a saved one: running, repaired, with its volumes. The caller gives back the site when
@@ -231,6 +245,9 @@ impl Sandboxes {
         let policy = entry.look(|row| row.network.clone());
         // Both before the guest's first step.
         let (machine, ()) = tokio::try_join!(load, network::put_in_place(site.gate(), &policy))?;
+        if volumes == Volumes::AsTheyWere {
+            self.note_waking(entry, site.number()).await?;
+        }
         fault::point!("create.resuming", Error::internal);
         machine.resume().await.map_err(not_started)?;
         fault::point!("create.guest_connecting", Error::internal);
@@ -249,7 +266,8 @@ impl Sandboxes {
             unix_time_ns: self.clock.now_ns(),
             // Short enough for a prompt, long enough to tell sandboxes apart.
             host_name: format!("sandbox-{}", id.get(..8).unwrap_or(&id)),
-            machine_id: uuid::Uuid::new_v4().simple().to_string(),
+            // For life: a wake does not change it.
+            machine_id: id.replace('-', ""),
             network: GUEST_NETWORK,
             grow_root,
             volumes,

@@ -1,7 +1,11 @@
 //! Commands: a request becomes an exec object in the guest, and is watched to its end.
 //! The object lives on without its watcher; what it prints goes into the sandbox's log either way.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+    time::Duration,
+};
 
 use api::{ErrorCode, ExecId, ExecRequest};
 use bytes::Bytes;
@@ -13,7 +17,7 @@ use tokio::time::Instant;
 
 use super::{
     Logs, Running, check_environment,
-    logs::{LogWriter, Output},
+    logs::{LogWriter, Output, Seen},
     usage::{InUse, Usage},
 };
 use crate::Error;
@@ -51,6 +55,7 @@ struct Watched {
     id: String,
     guest: Guest,
     stream: Arc<Stream>,
+    logs: Arc<Logs>,
     log: LogWriter,
     /// When the command must have ended, if it has a timeout.
     deadline: Option<Instant>,
@@ -78,6 +83,7 @@ impl Running {
             id,
             guest: self.guest.clone(),
             stream,
+            logs: Arc::clone(&self.logs),
             log: self.logs.writer(),
             deadline,
             _in_use: self.in_use.clone(),
@@ -90,23 +96,47 @@ impl Running {
     }
 }
 
-/// After a restart: what the commands of an earlier server printed and will print goes into the log, and each is
-/// forgotten at its end.
+/// What of a guest's commands is new to the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Since {
+    /// All that the log has not seen: of a sandbox that was left for a while, by its server or to hibernate.
+    Seen,
+    /// What comes from now on: of a sandbox that was made from a snapshot, whose past is another's.
+    Now,
+}
+
+/// What commands that run already have printed and will print goes into the log, and each is forgotten at its end.
 pub(crate) async fn watch_again(
     guest: &Guest,
     logs: &Arc<Logs>,
     usage: &Arc<Usage>,
+    since: Since,
 ) -> Result<(), Error> {
     let Reply::Execs(execs) = guest.call(Request::ExecList, LIST_DEADLINE).await? else {
         return Err(machine::Error::Misbehaved("a list of execs was something else").into());
     };
-    for (id, _) in execs {
-        let request = Request::ExecWatch { id: id.clone(), stdout_offset: 0, stderr_offset: 0 };
+    let all: BTreeSet<_> = execs.iter().map(|(id, _)| id.as_str()).collect();
+    logs.keep_seen(&all);
+    for (id, status) in execs {
+        if since == Since::Now {
+            let all = Seen { stdout: status.stdout_bytes, stderr: status.stderr_bytes };
+            logs.set_seen(&id, all);
+        }
+        let Seen { stdout, stderr } = logs.seen(&id);
+        let request =
+            Request::ExecWatch { id: id.clone(), stdout_offset: stdout, stderr_offset: stderr };
         let stream = Arc::new(guest.open(request)?);
         let log = logs.writer();
         let in_use = Some(Arc::new(usage.begin()));
-        let watched =
-            Watched { id, guest: guest.clone(), stream, log, deadline: None, _in_use: in_use };
+        let watched = Watched {
+            id,
+            guest: guest.clone(),
+            stream,
+            logs: Arc::clone(logs),
+            log,
+            deadline: None,
+            _in_use: in_use,
+        };
         // Watched by nobody but the log.
         drop(ExecWatch { watched: Some(watched) });
     }
@@ -169,10 +199,12 @@ impl Watched {
         match self.event().await? {
             Some(Event::Data(Channel::Stdout, bytes)) => {
                 self.log.write(Output::Stdout, &bytes);
+                self.logs.saw(&self.id, Output::Stdout, bytes.len());
                 Ok(ExecEvent::Stdout(bytes))
             }
             Some(Event::Data(Channel::Stderr, bytes)) => {
                 self.log.write(Output::Stderr, &bytes);
+                self.logs.saw(&self.id, Output::Stderr, bytes.len());
                 Ok(ExecEvent::Stderr(bytes))
             }
             Some(Event::Reply(Reply::ExecEnded(status))) => {
@@ -205,6 +237,7 @@ impl Watched {
     /// Everything was delivered: the guest need not keep it.
     fn forget(self) {
         fault::point!("exec.forgetting");
+        self.logs.ended(&self.id);
         self.guest.forget_exec(self.id);
     }
 }

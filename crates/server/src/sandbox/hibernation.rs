@@ -35,29 +35,33 @@ impl Sandboxes {
         };
         // Volumes stay mounted: nobody else gets them meanwhile.
         let was_paused = entry.look(|row| row.state) == State::Paused;
-        let saved = match self.save_machine(entry, draft).await {
-            Ok((draft, manifest)) => blocking(move || draft.publish(manifest)).await,
-            Err(error) => Err(error),
+        let saved = async {
+            let (draft, manifest) = self.save_machine(entry, draft).await?;
+            fault::point!("hibernate.publishing", Error::internal);
+            blocking(move || draft.publish(manifest)).await
         };
-        if let Err(error) = saved {
+        if let Err(error) = saved.await {
             if !was_paused {
                 self.go_on(entry).await?;
             }
             return Err(error);
         }
-        let now = self.clock.now_ms();
+        let now = self.clock.steady_ms();
         entry.change(|row| {
             row.state = State::Hibernated;
             row.slot = None;
             hold_ttl(row, now);
         });
+        fault::point!("hibernate.row_writing");
         // Before the process ends: without the row, an ended process is a loss.
         self.write_down(entry).await;
+        fault::point!("hibernate.machine_ending");
         let gone = self.past_traffic.take_inside(entry);
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
             site.end_machine().await;
             self.tasks.spawn(site.remove_network());
         }
+        fault::point!("hibernate.disk_removing");
         blocking(move || files.remove_rootfs()).await.unwrap_or_else(|error| {
             tracing::warn!(%error, cause = error.causes(), "failed to remove the disk of a sandbox that hibernates");
         });
@@ -75,6 +79,7 @@ impl Sandboxes {
             stored.ok_or_else(|| Error::internal("a hibernated sandbox without its files"))?;
         let spec = self.spec_of(&stored.manifest)?;
         let saved = SavedMachine::of_store(String::new(), spec, &stored);
+        fault::point!("wake.restoring", Error::internal);
         let need = Need::of_clone(entry.look(|row| row.memory_mb) << 20);
         let _admitted = self.admit(need, WAKE_PATIENCE).await?;
         let Ready { site, prepared } = self.pool.start(&saved).await?;
@@ -87,20 +92,34 @@ impl Sandboxes {
                 return Err(error);
             }
         };
+        fault::point!("wake.row_writing");
         let slot = site.number();
         entry.put_inside(Inside::new(machine, site));
-        let now = self.clock.now_ms();
+        let now = self.clock.steady_ms();
         entry.change(|row| {
             row.state = State::Running;
             row.slot = Some(slot);
             release_ttl(row, now);
         });
         self.write_down(entry).await;
+        fault::point!("wake.files_removing");
         blocking(move || files.remove_hibernation()).await.unwrap_or_else(|error| {
             tracing::warn!(%error, cause = error.causes(), "failed to remove what a woken sandbox had hibernated in");
         });
+        self.watch_commands(entry).await;
         self.tell(entry, EventKind::Woken, None);
         Ok(())
+    }
+
+    /// Before its first step, so that a server which dies now leaves it running: what it does from here on, to its
+    /// volumes above all, is not to be done again out of what was saved.
+    pub(super) async fn note_waking(&self, entry: &Entry, slot: u16) -> Result<(), Error> {
+        let _writing = entry.writing.lock().await;
+        let mut row = entry.row();
+        row.state = State::Running;
+        row.slot = Some(slot);
+        release_ttl(&mut row, self.clock.steady_ms());
+        self.db.update_sandbox(&row).await
     }
 
     /// What a server that died in the middle of it left: `true` when the sandbox hibernates all the same.

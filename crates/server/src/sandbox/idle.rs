@@ -8,6 +8,7 @@ use super::{
     Sandboxes,
     registry::Entry,
     state::{State, Target, Wish},
+    transition::When,
 };
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
@@ -48,7 +49,7 @@ impl Sandboxes {
                 continue;
             }
             tracing::info!(sandbox = %entry.look(|row| row.id), "memory is short: an unused sandbox hibernates");
-            match self.reach(&entry, Wish::Hibernate, Target::Hibernated).await {
+            match self.reach(&entry, Wish::Hibernate, Target::Hibernated, When::Unused).await {
                 Ok(()) => return true,
                 Err(error) => {
                     tracing::warn!(%error, cause = error.causes(), "an unused sandbox does not hibernate");
@@ -64,7 +65,7 @@ impl Sandboxes {
 
     async fn hibernate_if_unused(&self, entry: &Arc<Entry>) -> Result<(), crate::Error> {
         if self.is_idle(entry) {
-            self.reach(entry, Wish::Hibernate, Target::Hibernated).await?;
+            self.reach(entry, Wish::Hibernate, Target::Hibernated, When::Unused).await?;
         }
         Ok(())
     }

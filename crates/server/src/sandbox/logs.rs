@@ -1,7 +1,7 @@
 //! What the commands of a sandbox printed: the last lines, in order, for `/logs`.
 
 use std::{
-    collections::VecDeque,
+    collections::{BTreeSet, HashMap, VecDeque},
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -15,6 +15,8 @@ const MOST_BYTES: usize = 1 << 20;
 const LONGEST_LINE: usize = 16 << 10;
 /// What an empty line costs, so that many of them are bounded too.
 const LINE_COST: usize = 64;
+/// Commands that have ended and may still turn up in a list of the guest's.
+const MOST_ENDED: usize = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Output {
@@ -43,7 +45,22 @@ impl fmt::Debug for Line {
 #[derive(Debug)]
 pub struct Logs {
     ring: Mutex<Ring>,
+    seen: Mutex<SeenByCommand>,
     changed: watch::Sender<Progress>,
+}
+
+/// How much of a command's streams was taken in, so that whoever watches it again goes on from there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Seen {
+    pub(super) stdout: u64,
+    pub(super) stderr: u64,
+}
+
+#[derive(Debug, Default)]
+struct SeenByCommand {
+    seen: HashMap<String, Seen>,
+    /// Oldest first. A guest that hibernates may not have learned yet that these are needed no longer.
+    ended: VecDeque<String>,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -63,7 +80,11 @@ struct Ring {
 
 impl Default for Logs {
     fn default() -> Self {
-        Self { ring: Mutex::default(), changed: watch::Sender::new(Progress::default()) }
+        Self {
+            ring: Mutex::default(),
+            seen: Mutex::default(),
+            changed: watch::Sender::new(Progress::default()),
+        }
     }
 }
 
@@ -71,6 +92,44 @@ impl Logs {
     /// For one command.
     pub fn writer(self: &Arc<Self>) -> LogWriter {
         LogWriter { logs: Arc::clone(self), stdout: BytesMut::new(), stderr: BytesMut::new() }
+    }
+
+    pub(super) fn seen(&self, command: &str) -> Seen {
+        self.all_seen().seen.get(command).copied().unwrap_or_default()
+    }
+
+    pub(super) fn set_seen(&self, command: &str, seen: Seen) {
+        self.all_seen().seen.insert(command.to_owned(), seen);
+    }
+
+    pub(super) fn saw(&self, command: &str, output: Output, length: usize) {
+        let mut all = self.all_seen();
+        let seen = all.seen.entry(command.to_owned()).or_default();
+        match output {
+            Output::Stdout => seen.stdout += length as u64,
+            Output::Stderr => seen.stderr += length as u64,
+        }
+    }
+
+    /// None but these will be watched again.
+    pub(super) fn keep_seen(&self, commands: &BTreeSet<&str>) {
+        let mut all = self.all_seen();
+        all.seen.retain(|command, _| commands.contains(command.as_str()));
+        all.ended.retain(|command| commands.contains(command.as_str()));
+    }
+
+    pub(super) fn ended(&self, command: &str) {
+        let mut all = self.all_seen();
+        all.ended.push_back(command.to_owned());
+        if all.ended.len() > MOST_ENDED
+            && let Some(oldest) = all.ended.pop_front()
+        {
+            all.seen.remove(&oldest);
+        }
+    }
+
+    fn all_seen(&self) -> MutexGuard<'_, SeenByCommand> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A reader from the oldest kept line on.

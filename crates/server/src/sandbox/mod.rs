@@ -44,7 +44,7 @@ use machine::guest::Guest;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 #[cfg(test)]
-pub(crate) use self::exec::watch_again;
+pub(crate) use self::exec::{Since, watch_again};
 use self::{
     admission::Admission, create::ttl_of, events::Events, host_memory::HostMemory, state::Wish,
     usage::InUse,

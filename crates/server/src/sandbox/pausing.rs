@@ -16,12 +16,19 @@ impl Sandboxes {
     pub(super) async fn pause_machine(&self, entry: &Entry) -> Result<(), Error> {
         let inside = entry.inside().ok_or_else(super::registry::not_found)?;
         let guest = entry.guest().ok_or_else(super::registry::not_found)?;
-        guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
-        if let Err(error) = inside.machine.stop().await {
+        fault::point!("pause.quiescing", Error::internal);
+        let still = async {
+            guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
+            fault::point!("pause.stopping", Error::internal);
+            Ok::<_, Error>(inside.machine.stop().await?)
+        };
+        if let Err(error) = still.await {
+            // Also one that did not say that it is quiet may be.
             self.go_on(entry).await?;
-            return Err(error.into());
+            return Err(error);
         }
-        let now = self.clock.now_ms();
+        fault::point!("pause.row_writing");
+        let now = self.clock.steady_ms();
         entry.change(|row| {
             row.state = State::Paused;
             hold_ttl(row, now);
@@ -32,8 +39,10 @@ impl Sandboxes {
     }
 
     pub(super) async fn resume_machine(&self, entry: &Entry) -> Result<(), Error> {
+        fault::point!("resume.going_on", Error::internal);
         self.go_on(entry).await?;
-        let now = self.clock.now_ms();
+        fault::point!("resume.row_writing");
+        let now = self.clock.steady_ms();
         entry.change(|row| {
             row.state = State::Running;
             release_ttl(row, now);
@@ -58,17 +67,22 @@ impl Sandboxes {
         if !inside.machine.is_running().await? {
             inside.machine.resume().await?;
         }
-        let guest = match entry.guest().filter(|guest| !guest.is_lost()) {
+        let known = entry.guest().filter(|guest| !guest.is_lost());
+        let is_new = known.is_none();
+        let guest = match known {
             Some(guest) => guest,
             None => inside.machine.connect_guest(patience).await?,
         };
         let thaw = Request::Thaw { unix_time_ns: self.clock.now_ns() };
         guest.call(thaw, patience).await?;
+        if is_new {
+            self.watch_commands(entry).await;
+        }
         Ok(())
     }
 }
 
-/// From now on the time to live stands still.
+/// From `now`, a steady time, on the time to live stands still.
 pub(super) fn hold_ttl(row: &mut SandboxRow, now: i64) {
     if let Some(end) = row.expires_at.take() {
         row.ttl_left_ms = Some((end - now).max(0));

@@ -11,7 +11,7 @@ use store::Layout;
 use super::{
     Sandboxes,
     driver::Inside,
-    exec::watch_again,
+    exec::{Since, watch_again},
     network,
     pausing::hold_ttl,
     registry::{self, Entry, locked},
@@ -151,13 +151,16 @@ impl Sandboxes {
                 self.forget_hibernation(entry).await;
                 Some(slot)
             }
+            // On its way to rest or back when server and machine ended. What volumes hold may be newer than that.
             Err(error)
-                if row.target == Target::Hibernated && self.hibernation_was_done(entry).await =>
+                if locked(&entry.attachments).is_empty()
+                    && self.hibernation_was_done(entry).await =>
             {
                 tracing::info!(sandbox = %row.id, %error, "hibernated by a server that is gone");
                 let now = self.clock.steady_ms();
                 entry.change(|row| {
                     row.state = State::Hibernated;
+                    row.target = Target::Hibernated;
                     row.slot = None;
                     hold_ttl(row, now);
                 });
@@ -208,12 +211,15 @@ impl Sandboxes {
                 None => Err(registry::not_found()),
             };
         }
-        self.go_on_within(entry, FOUND_AGAIN_DEADLINE).await?;
-        let guest = entry.guest().ok_or_else(registry::not_found)?;
-        if let Err(error) = watch_again(&guest, &entry.logs, &entry.usage).await {
+        self.go_on_within(entry, FOUND_AGAIN_DEADLINE).await
+    }
+
+    /// Those that run already, wherever they were started: their output is logged, and given free at their end.
+    pub(super) async fn watch_commands(&self, entry: &Entry) {
+        let Some(guest) = entry.guest() else { return };
+        if let Err(error) = watch_again(&guest, &entry.logs, &entry.usage, Since::Seen).await {
             tracing::warn!(%error, cause = error.causes(), "commands of before are not in the log");
         }
-        Ok(())
     }
 
     async fn note_row(&self, entry: &Entry) {

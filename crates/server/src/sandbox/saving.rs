@@ -48,7 +48,12 @@ impl Sandboxes {
         };
         if entry.look(|row| row.state) == State::Running {
             let guest = entry.guest().ok_or_else(registry::not_found)?;
+            // What ended commands printed shall not lie in what is saved. It is no harm where it does.
+            if let Err(error) = guest.forget_now().await {
+                tracing::debug!(sandbox = %id, %error, "ended execs stay in their guest");
+            }
             guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
+            fault::point!("snapshot.quiet", Error::internal);
             blocking(move || flush(&rootfs)).await?;
         }
         let save = Save { state, memory, while_stopped: clone_rootfs };

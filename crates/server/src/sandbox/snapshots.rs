@@ -109,22 +109,31 @@ impl Sandboxes {
                 .await?
             }
             State::Creating | State::Running | State::Paused | State::Stopped | State::Failed => {
-                let let_go = self.unmount_volumes(entry).await;
-                let saved = match let_go {
-                    Ok(()) => self.save_machine(entry, draft).await,
-                    Err(error) => Err(error),
+                let saved = async {
+                    fault::point!("snapshot.saving", Error::internal);
+                    self.unmount_volumes(entry).await?;
+                    let saved = self.save_machine(entry, draft).await?;
+                    fault::point!("snapshot.saved", Error::internal);
+                    Ok::<_, Error>(saved)
                 };
-                self.after_the_window(entry).await?;
-                saved?
+                let saved = saved.await;
+                let after = self.after_the_window(entry).await;
+                // The first that went wrong is the reason.
+                let saved = saved?;
+                after?;
+                saved
             }
         };
+        fault::point!("snapshot.publishing", Error::internal);
         blocking(move || draft.publish(manifest)).await?;
+        fault::point!("snapshot.published");
         // The files come first: without a row they are swept, a row without files would be a lie.
         if let Err(error) = self.db.insert_snapshot(&row).await {
             let (layout, id) = (self.sites.layout.clone(), row.id);
             blocking(move || store::snapshot::remove(&layout, &id)).await?;
             return Err(error);
         }
+        fault::point!("snapshot.row_inserted");
         tracing::info!(snapshot = %row.id, sandbox = %row.sandbox, "snapshot taken");
         Ok(row)
     }

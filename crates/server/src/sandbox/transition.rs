@@ -4,6 +4,8 @@ use std::{sync::Arc, time::Duration};
 
 use api::{AccountId, Sandbox, SandboxId};
 
+use tokio::time::Instant;
+
 use super::{
     Sandboxes,
     registry::Entry,
@@ -17,6 +19,13 @@ const STEP: Duration = Duration::from_secs(120);
 /// For the step of someone else's.
 const QUEUE: Duration = Duration::from_secs(25);
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum When {
+    Asked,
+    /// Given up when someone uses the sandbox after all.
+    Unused,
+}
+
 impl Sandboxes {
     /// Its virtual CPUs stand still when this returns. Idempotent.
     ///
@@ -24,7 +33,7 @@ impl Sandboxes {
     /// 404 when it is not theirs or gone; 409 in states that cannot be paused.
     pub async fn pause(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> {
         let entry = self.registry.find(account, id)?;
-        self.reach(&entry, Wish::Pause, Target::Paused).await
+        self.reach(&entry, Wish::Pause, Target::Paused, When::Asked).await
     }
 
     /// It runs when this returns, whether it was paused or hibernated. Idempotent.
@@ -33,7 +42,7 @@ impl Sandboxes {
     /// 404 when it is not theirs or gone; 409 in states from which it cannot go on.
     pub async fn run(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> {
         let entry = self.registry.find(account, id)?;
-        self.reach(&entry, Wish::Run, Target::Running).await?;
+        self.reach(&entry, Wish::Run, Target::Running, When::Asked).await?;
         self.get(account, id)
     }
 
@@ -43,7 +52,7 @@ impl Sandboxes {
     /// 404 when it is not theirs or gone; 409 in states without memory to save; 507 without room.
     pub async fn hibernate(&self, account: &AccountId, id: &SandboxId) -> Result<Sandbox, Error> {
         let entry = self.registry.find(account, id)?;
-        self.reach(&entry, Wish::Hibernate, Target::Hibernated).await?;
+        self.reach(&entry, Wish::Hibernate, Target::Hibernated, When::Asked).await?;
         self.get(account, id)
     }
 
@@ -52,27 +61,42 @@ impl Sandboxes {
         entry: &Entry,
         wish: Wish,
         target: Target,
+        when: When,
     ) -> Result<(), Error> {
         let busy = || {
             Error::busy("something else is just being done to the sandbox; try again shortly", 2)
         };
+        let until = Instant::now() + STEP;
         let _first =
             tokio::time::timeout(QUEUE, entry.requests.lock()).await.map_err(|_| busy())?;
-        entry.accept(wish, self.clock.steady_ms())?;
-        if entry.look(|row| row.target == target && rest(row.state) == target) {
-            return Ok(());
-        }
-        let step = entry.watch_step();
-        entry.change(|row| {
-            if row.target != Target::Deleted {
-                row.target = target;
+        // More than once only where a step of someone who has gone was still under way.
+        loop {
+            entry.accept(wish, self.clock.steady_ms())?;
+            if entry.look(|row| row.target == target && rest(row.state) == target) {
+                return Ok(());
             }
-        });
-        // The driver writes the row when the step is done; until then a server that dies leaves the sandbox as it was.
-        entry.target_changed.notify_one();
-        match tokio::time::timeout(STEP, step).await {
-            Ok(Ok(outcome)) => outcome,
-            Ok(Err(_)) | Err(_) => Err(busy()),
+            let step = entry.watch_step();
+            let before = entry.look(|row| row.target);
+            entry.change(|row| {
+                if row.target != Target::Deleted {
+                    row.target = target;
+                }
+            });
+            // Whoever uses a sandbox says so before looking at its target, so one of the two notices the other.
+            if when == When::Unused && entry.usage.unused_for().is_none() {
+                entry.change(|row| {
+                    if row.target == target {
+                        row.target = before;
+                    }
+                });
+                return Ok(());
+            }
+            // The driver writes the row when the step is done; until then a server that dies leaves the sandbox as it was.
+            entry.target_changed.notify_one();
+            match tokio::time::timeout_at(until, step).await {
+                Ok(Ok(outcome)) => outcome?,
+                Ok(Err(_)) | Err(_) => return Err(busy()),
+            }
         }
     }
 
@@ -86,7 +110,7 @@ impl Sandboxes {
         match entry.check(Wish::Inside, now) {
             Ok(()) => Ok(in_use),
             Err(Refusal::Hibernated) => {
-                self.reach(entry, Wish::Run, Target::Running).await?;
+                self.reach(entry, Wish::Run, Target::Running, When::Asked).await?;
                 entry.accept(Wish::Inside, self.clock.steady_ms())?;
                 Ok(in_use)
             }

@@ -321,8 +321,8 @@ async fn an_ended_exec_is_forgotten_by_its_guest() {
     server.stop().await;
 }
 
-#[tokio::test]
-async fn commands_of_an_earlier_server_go_on_into_the_log() {
+/// Of a command that prints twice: what the log has when someone else had watched it begin.
+async fn logged(since: crate::sandbox::Since, lines: usize) -> Vec<bytes::Bytes> {
     use machine::guest::{Command, ExecStart, Reply, Request};
     let guest = super::guest().await;
     let start = ExecStart {
@@ -336,21 +336,35 @@ async fn commands_of_an_earlier_server_go_on_into_the_log() {
         output_limit: 1 << 20,
     };
     let watching = guest.open(Request::ExecStart(start)).unwrap();
+    // It has begun, and printed.
+    watching.next().await.unwrap().unwrap();
     watching.next().await.unwrap().unwrap();
     drop(watching);
 
     let logs = std::sync::Arc::new(crate::sandbox::Logs::default());
-    crate::sandbox::watch_again(&guest, &logs, &Arc::default()).await.unwrap();
-    let (mut reader, mut lines) = (logs.reader(), Vec::new());
-    while lines.len() < 2 {
+    crate::sandbox::watch_again(&guest, &logs, &Arc::default(), since).await.unwrap();
+    let mut reader = logs.reader();
+    let mut told: Vec<bytes::Bytes> = Vec::new();
+    while told.len() < lines {
         let more = tokio::time::timeout(Duration::from_secs(20), reader.more()).await;
         assert!(more.expect("the log goes on"));
-        lines.extend(reader.take().into_iter().map(|line| line.text));
+        told.extend(reader.take().into_iter().map(|line| line.text));
     }
-    assert_eq!(lines, ["before", "after"]);
     until(async || {
         let reply = guest.call(Request::ExecList, Duration::from_secs(10)).await.unwrap();
         matches!(reply, Reply::Execs(execs) if execs.is_empty())
     })
     .await;
+    told.extend(reader.take().into_iter().map(|line| line.text));
+    told
+}
+
+#[tokio::test]
+async fn commands_of_an_earlier_server_go_on_into_the_log() {
+    assert_eq!(logged(crate::sandbox::Since::Seen, 2).await, ["before", "after"]);
+}
+
+#[tokio::test]
+async fn commands_of_a_snapshot_are_in_the_log_from_now_on() {
+    assert_eq!(logged(crate::sandbox::Since::Now, 1).await, ["after"]);
 }
