@@ -14,12 +14,12 @@ use std::{
     time::Duration,
 };
 
-use api::{SandboxId, SandboxStatus};
+use api::{CreateSnapshot, SandboxId, SandboxStatus};
 use client::{SandboxFilter, WriteOptions};
 use rustix::process::Signal;
 use tests::{
-    End, Footprint, Host, Options, Server, command, failpoints_program, patterned, small, suite,
-    until,
+    End, Footprint, Held, Host, Options, Server, command, failpoints_program, from, patterned,
+    small, suite, until,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -34,11 +34,24 @@ suite! {
     a_command_runs_at_most_once_whatever_is_killed_or_fails,
     a_write_is_whole_or_not_at_all_whatever_is_killed_or_fails,
     a_delete_comes_to_its_end_whatever_is_killed_or_fails,
-    a_start_comes_to_its_end_whatever_was_killed_or_failed;
+    a_start_comes_to_its_end_whatever_was_killed_or_failed,
+    a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails,
+    a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back;
     soak:
 }
 
-const OPERATIONS: [&str; 5] = ["create", "exec", "write", "delete", "sweep"];
+const OPERATIONS: [&str; 10] = [
+    "create",
+    "exec",
+    "write",
+    "delete",
+    "sweep",
+    "snapshot",
+    "pause",
+    "resume",
+    "hibernate",
+    "wake",
+];
 const SETTLED: Duration = Duration::from_secs(60);
 /// A slot that no machine of these tests gets.
 const FAR_SLOT: u32 = 900;
@@ -377,5 +390,77 @@ async fn a_start_comes_to_its_end_whatever_was_killed_or_failed(host: Host) {
         assert!(is_killed(swept.expect("what is left over is ended").unwrap()));
         victim.is_sound(&point).await;
     }
+    host.end(victim.server).await;
+}
+
+async fn a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails(host: Host) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    for (point, fault) in faults_of("snapshot") {
+        victim.arm(&point, fault).await;
+        let request = CreateSnapshot::default();
+        let taken = victim.server.client().create_snapshot(&victim.witness, &request).await;
+        assert!(taken.is_err(), "{point}: {taken:?}");
+        victim.is_over(&point, fault).await;
+        // It ticks: nothing was left frozen.
+        victim.is_sound(&point).await;
+        let client = victim.server.client();
+        let listed = client.snapshots(None).await.unwrap();
+        let stored = fs::read_dir(victim.server.data().join("snapshots")).unwrap().count();
+        assert_eq!(stored, listed.len(), "{point}");
+        assert!(listed.is_empty() || point == "snapshot.row_inserted", "{point}: {listed:?}");
+        for snapshot in listed {
+            let restored = victim.server.create(&from(&snapshot.id)).await.id;
+            let kept = client.read_file(&restored, "/srv/kept").await.unwrap();
+            assert!(kept.bytes().await.unwrap() == patterned(100_000), "{point}");
+            client.delete_sandbox(&restored).await.unwrap();
+            client.delete_snapshot(&snapshot.id).await.unwrap();
+        }
+    }
+    host.end(victim.server).await;
+}
+
+async fn a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back(host: Host) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    let resting = victim.server.sandbox(&small()).await;
+    let (id, held) = (resting.id, resting.hold().await);
+    let ways = [
+        ("pause", SandboxStatus::Running, SandboxStatus::Paused),
+        ("resume", SandboxStatus::Paused, SandboxStatus::Running),
+        ("hibernate", SandboxStatus::Running, SandboxStatus::Hibernated),
+        ("wake", SandboxStatus::Hibernated, SandboxStatus::Running),
+    ];
+    for (verb, from, to) in ways {
+        for (point, fault) in faults_of(verb) {
+            let client = victim.server.client();
+            match verb {
+                "resume" => client.pause(&id).await.unwrap(),
+                "wake" => client.hibernate(&id).await.unwrap(),
+                _ => {}
+            }
+            victim.arm(&point, fault).await;
+            let client = victim.server.client();
+            let done = match verb {
+                "pause" => client.pause(&id).await,
+                "resume" => client.resume(&id).await,
+                "hibernate" => client.hibernate(&id).await,
+                _ => client.wake(&id).await,
+            };
+            assert!(done.is_err(), "{point}: {done:?}");
+            victim.is_over(&point, fault).await;
+            let client = victim.server.client();
+            let status = client.sandbox(&id).await.unwrap().status;
+            assert!(status == from || status == to, "{point}: {status:?}");
+            assert!(fault == Fault::Kill || status == from, "{point}: {status:?}");
+            client.resume(&id).await.unwrap();
+            assert_eq!(Held::of(client, &id).await.unwrap(), held, "{point}");
+            victim.is_sound(&point).await;
+            let hibernated = victim.server.data().join(format!("sandboxes/{id}/hibernated"));
+            assert!(!hibernated.exists(), "{point}");
+        }
+    }
+    let client = victim.server.client();
+    client.delete_sandbox(&id).await.unwrap();
     host.end(victim.server).await;
 }

@@ -4,6 +4,7 @@
 
 mod answer;
 mod footprint;
+mod held;
 mod host;
 mod interrupt;
 mod postgres;
@@ -17,6 +18,7 @@ mod wait;
 pub use crate::{
     answer::{Answer, escaped},
     footprint::Footprint,
+    held::{Held, from},
     host::Host,
     postgres::Postgres,
     program::{failpoints_program, program},

@@ -32,17 +32,21 @@ pub struct Sandbox {
     pub id: SandboxId,
     /// As the create answered it.
     pub created: api::Sandbox,
-    client: Client,
+    pub(crate) client: Client,
     runtime: Handle,
-    /// Given back once it is deleted.
+    /// Given back once it is deleted; `None` where its claim holds it.
     room: Option<OwnedSemaphorePermit>,
     is_deleted: bool,
 }
 
 impl Sandbox {
-    pub(crate) fn new(created: api::Sandbox, client: Client, room: OwnedSemaphorePermit) -> Self {
+    pub(crate) fn new(
+        created: api::Sandbox,
+        client: Client,
+        room: impl Into<Option<OwnedSemaphorePermit>>,
+    ) -> Self {
         let runtime = Handle::current();
-        Self { id: created.id, created, client, runtime, room: Some(room), is_deleted: false }
+        Self { id: created.id, created, client, runtime, room: room.into(), is_deleted: false }
     }
 
     /// The same one, after its server has started again.
