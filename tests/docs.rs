@@ -18,19 +18,23 @@ suite! {
     the_guide_to_networks_works,
     getting_started_works,
     the_guide_to_production_works,
+    the_guide_to_snapshots_works,
+    the_guide_to_secrets_works,
     the_unit_is_one_that_systemd_takes,
     the_proxy_is_one_that_nginx_takes;
     soak: the_guide_to_templates_works,
 }
 
 /// Each has a claim below.
-const RUN: [&str; 7] = [
+const RUN: [&str; 9] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
     "docs/guides/getting-started.md",
     "docs/guides/network.md",
     "docs/guides/production.md",
+    "docs/guides/secrets.md",
+    "docs/guides/snapshots.md",
     "docs/guides/templates.md",
 ];
 
@@ -137,6 +141,14 @@ async fn the_guide_to_templates_works(host: Host) {
 
 async fn the_guide_to_production_works(host: Host) {
     works(&host, "docs/guides/production.md").await;
+}
+
+async fn the_guide_to_snapshots_works(host: Host) {
+    works(&host, "docs/guides/snapshots.md").await;
+}
+
+async fn the_guide_to_secrets_works(host: Host) {
+    works(&host, "docs/guides/secrets.md").await;
 }
 
 async fn run(command: &mut Command) -> std::process::Output {
