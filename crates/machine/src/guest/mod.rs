@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use tokio::net::UnixStream;
 
+pub use protocol::QUIESCE_LIMIT;
 pub use protocol::frame::Channel;
 pub use protocol::message::*;
 

@@ -152,7 +152,7 @@ impl Bakes {
             Some(files) => files,
             None => self.bake(key, template, size).await?,
         };
-        Ok(Arc::new(SavedMachine::of_bake(key.to_string(), self.spec(size.shape), &files)))
+        Ok(Arc::new(SavedMachine::of_bake(key.to_string(), self.spec(size.shape), &files)?))
     }
 
     async fn bake(&self, key: &Digest, template: &Template, size: &Size) -> Result<Bake, Error> {

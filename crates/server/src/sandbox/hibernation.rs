@@ -78,7 +78,7 @@ impl Sandboxes {
         let stored =
             stored.ok_or_else(|| Error::internal("a hibernated sandbox without its files"))?;
         let spec = self.spec_of(&stored.manifest)?;
-        let saved = SavedMachine::of_store(String::new(), spec, &stored);
+        let saved = SavedMachine::of_store(String::new(), spec, &stored)?;
         fault::point!("wake.restoring", Error::internal);
         let need = Need::of_clone(entry.look(|row| row.memory_mb) << 20);
         let _admitted = self.admit(need, WAKE_PATIENCE).await?;

@@ -9,7 +9,8 @@ use super::{Sandboxes, driver::ANSWER_DEADLINE, registry::Entry, state::State};
 use crate::{Error, db::SandboxRow};
 
 /// The guest gives up by itself before.
-pub(super) const QUIESCE_DEADLINE: Duration = Duration::from_secs(20);
+pub(super) const QUIESCE_DEADLINE: Duration =
+    Duration::from_secs(machine::guest::QUIESCE_LIMIT.as_secs() + 10);
 
 impl Sandboxes {
     /// Quiet first, so that what the guest has written is on its disk however long the pause takes.

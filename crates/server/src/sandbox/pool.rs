@@ -91,7 +91,7 @@ impl Pool {
     /// Keeps machines of this size ready from now on.
     pub(crate) fn want(&self, saved: &Arc<SavedMachine>) {
         let mut shelves = locked(&self.shelves);
-        let shelf = shelves.entry(saved.key.clone()).or_insert_with(|| Shelf {
+        let shelf = shelves.entry(saved.identity().to_owned()).or_insert_with(|| Shelf {
             saved: Arc::clone(saved),
             wanted: Instant::now(),
             ready: Vec::new(),
@@ -106,7 +106,7 @@ impl Pool {
         self.want(saved);
         loop {
             let found =
-                locked(&self.shelves).get_mut(&saved.key).and_then(|shelf| shelf.ready.pop());
+                locked(&self.shelves).get_mut(saved.identity()).and_then(|shelf| shelf.ready.pop());
             match found {
                 Some(ready) if !ready.prepared.has_exited() => return Ok(ready),
                 Some(dead) => {
@@ -192,7 +192,7 @@ impl Pool {
 
     async fn put(&self, saved: &SavedMachine, ready: Ready) {
         let homeless = {
-            match locked(&self.shelves).get_mut(&saved.key) {
+            match locked(&self.shelves).get_mut(saved.identity()) {
                 Some(shelf) => {
                     shelf.ready.push(ready);
                     None
@@ -207,8 +207,12 @@ impl Pool {
 
     /// What no longer exists is not kept ready.
     pub(crate) async fn forget(&self, key: &str) {
-        let shelf = locked(&self.shelves).remove(key);
-        for ready in shelf.into_iter().flat_map(|shelf| shelf.ready) {
+        let ready: Vec<_> = {
+            let mut shelves = locked(&self.shelves);
+            let gone = shelves.extract_if(|_, shelf| shelf.saved.key == key);
+            gone.flat_map(|(_, shelf)| shelf.ready).collect()
+        };
+        for ready in ready {
             ready.site.remove().await;
         }
     }

@@ -1,6 +1,10 @@
 //! Machines at rest, from which others are started: a bake, a snapshot, a hibernated sandbox.
 
-use std::{fs::File, path::PathBuf};
+use std::{
+    fs::File,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
+};
 
 use api::SnapshotId;
 use machine::MachineSpec;
@@ -8,28 +12,25 @@ use store::bake::Bake;
 
 use crate::Error;
 
-/// Immutable; shared by all that are started from it.
+/// Immutable; shared by all that are started from it. Its files are open, for under the same names others may appear: a
+/// bake can be removed and made again, and a state with another one's memory is a broken machine.
 pub(crate) struct SavedMachine {
     /// Names it among all of them.
     pub(crate) key: String,
     pub(crate) spec: MachineSpec,
     /// Of its root disk. A clone's may be larger, never smaller.
     pub(crate) disk_bytes: u64,
-    memory: PathBuf,
-    state: PathBuf,
-    rootfs: PathBuf,
+    memory_path: PathBuf,
+    memory: File,
+    state: File,
+    rootfs: File,
+    identity: String,
 }
 
 impl SavedMachine {
-    pub(crate) fn of_bake(key: String, spec: MachineSpec, bake: &Bake) -> Self {
-        Self {
-            key,
-            spec,
-            disk_bytes: bake.manifest.disk_bytes,
-            memory: bake.memory(),
-            state: bake.state(),
-            rootfs: bake.rootfs(),
-        }
+    pub(crate) fn of_bake(key: String, spec: MachineSpec, bake: &Bake) -> Result<Self, Error> {
+        let files = [bake.memory(), bake.state(), bake.rootfs()];
+        Self::open(key, spec, bake.manifest.disk_bytes, files)
     }
 
     /// `key`: see [`snapshot_key`].
@@ -37,35 +38,100 @@ impl SavedMachine {
         key: String,
         spec: MachineSpec,
         saved: &store::saved_machine::SavedMachine,
-    ) -> Self {
-        Self {
-            key,
-            spec,
-            disk_bytes: saved.manifest.disk_bytes,
-            memory: saved.memory(),
-            state: saved.state(),
-            rootfs: saved.rootfs(),
-        }
+    ) -> Result<Self, Error> {
+        let files = [saved.memory(), saved.state(), saved.rootfs()];
+        Self::open(key, spec, saved.manifest.disk_bytes, files)
+    }
+
+    fn open(
+        key: String,
+        spec: MachineSpec,
+        disk_bytes: u64,
+        [memory_path, state, rootfs]: [PathBuf; 3],
+    ) -> Result<Self, Error> {
+        let open = |path: &Path| File::open(path).map_err(Error::internal);
+        let (memory, state, rootfs) = (open(&memory_path)?, open(&state)?, open(&rootfs)?);
+        let metadata = memory.metadata().map_err(Error::internal)?;
+        let identity = format!("{key} in {}:{}", metadata.dev(), metadata.ino());
+        Ok(Self { key, spec, disk_bytes, memory_path, memory, state, rootfs, identity })
+    }
+
+    /// Of the very files, not of their name: the same while anything is started from them.
+    pub(crate) fn identity(&self) -> &str {
+        &self.identity
     }
 
     pub(crate) fn is_there(&self) -> bool {
-        self.memory.exists()
+        self.memory_path.exists()
     }
 
     /// Opened for reading only: clones map it privately.
     pub(crate) fn memory(&self) -> Result<File, Error> {
-        File::open(&self.memory).map_err(Error::internal)
+        reopened(&self.memory)
     }
 
     pub(crate) fn state(&self) -> Result<File, Error> {
-        File::open(&self.state).map_err(Error::internal)
+        reopened(&self.state)
     }
 
+    /// To be cloned, while this lives.
     pub(crate) fn rootfs(&self) -> PathBuf {
-        self.rootfs.clone()
+        path_of(&self.rootfs)
     }
+}
+
+/// With a position of its own.
+fn reopened(file: &File) -> Result<File, Error> {
+    File::open(path_of(file)).map_err(Error::internal)
+}
+
+/// Also of a file that has lost its name.
+fn path_of(file: &File) -> PathBuf {
+    format!("/proc/self/fd/{}", file.as_raw_fd()).into()
 }
 
 pub(crate) fn snapshot_key(id: &SnapshotId) -> String {
     format!("snapshot {id}")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, io::Read};
+
+    use machine::{Accelerator, Shape};
+
+    use super::*;
+
+    #[test]
+    fn what_is_made_again_under_the_same_key_is_another_machine() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = ["memory", "state", "rootfs"].map(|name| directory.path().join(name));
+        let shape = Shape { cpus: 1, memory_mib: 512 };
+        let spec = MachineSpec { shape, accelerator: Accelerator::Tcg };
+        let make = |content: &str| {
+            for path in &files {
+                let draft = path.with_extension("draft");
+                fs::write(&draft, content).unwrap();
+                fs::rename(draft, path).unwrap();
+            }
+            SavedMachine::open("key".to_owned(), spec, 0, files.clone()).unwrap()
+        };
+        let read = |mut file: File| {
+            let mut text = String::new();
+            file.read_to_string(&mut text).unwrap();
+            text
+        };
+        let first = make("first");
+        let again = SavedMachine::open("key".to_owned(), spec, 0, files.clone()).unwrap();
+        assert_eq!(first.identity(), again.identity());
+        let second = make("second");
+        assert_ne!(first.identity(), second.identity());
+        // Each time from its beginning.
+        for _ in 0..2 {
+            let all = [first.memory().unwrap(), first.state().unwrap()];
+            assert_eq!(all.map(read), ["first", "first"]);
+        }
+        assert_eq!(fs::read_to_string(first.rootfs()).unwrap(), "first");
+        assert_eq!(fs::read_to_string(second.rootfs()).unwrap(), "second");
+    }
 }

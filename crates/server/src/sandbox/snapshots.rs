@@ -258,7 +258,7 @@ impl Sandboxes {
         let stored =
             blocking(move || store::snapshot::get(&layout, &id)).await?.ok_or_else(unknown)?;
         let spec = self.spec_of(&stored.manifest)?;
-        Ok((row, Arc::new(SavedMachine::of_store(snapshot_key(&id), spec, &stored))))
+        Ok((row, Arc::new(SavedMachine::of_store(snapshot_key(&id), spec, &stored)?)))
     }
 }
 
