@@ -11,7 +11,9 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Component, Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sched::{CloneFlags, setns, unshare};
 use nix::unistd::{chdir, pivot_root};
@@ -22,6 +24,8 @@ const BUILDING_SITE: &str = "/sys";
 const LAST: &str = "/empty";
 /// A loop of links is longer.
 const MOST_LINKS: usize = 40;
+const BUSY: Duration = Duration::from_secs(5);
+const LOOK_AGAIN: Duration = Duration::from_millis(5);
 const NOTHING: Option<&str> = None;
 /// Beside what the program itself needs. Of these QEMU opens the first when it first locks a disk, long after its start.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
@@ -94,9 +98,17 @@ fn tmpfs(at: &Path) -> io::Result<()> {
     Ok(mount(Some("atoll"), at, Some("tmpfs"), flags, Some("mode=0755,size=1m"))?)
 }
 
+/// Another thread may be starting a program, which has what we just wrote open for writing until it runs.
 fn seal(at: &Path) -> io::Result<()> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC | MsFlags::MS_RDONLY;
-    Ok(mount(NOTHING, at, NOTHING, flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND, NOTHING)?)
+    let remount = flags | MsFlags::MS_REMOUNT | MsFlags::MS_BIND;
+    let end = Instant::now() + BUSY;
+    loop {
+        match mount(NOTHING, at, NOTHING, remount, NOTHING) {
+            Err(Errno::EBUSY) if Instant::now() < end => std::thread::sleep(LOOK_AGAIN),
+            result => return Ok(result?),
+        }
+    }
 }
 
 /// Makes `path` mean in `root` what it means on the host: links are copied, the file they lead to is bound.
