@@ -105,7 +105,7 @@ fn seal(at: &Path) -> io::Result<()> {
     let end = Instant::now() + BUSY;
     loop {
         match mount(NOTHING, at, NOTHING, remount, NOTHING) {
-            Err(Errno::EBUSY) if Instant::now() < end => std::thread::sleep(LOOK_AGAIN),
+            Err(Errno::EBUSY) if Instant::now() < end => std::thread::park_timeout(LOOK_AGAIN),
             result => return Ok(result?),
         }
     }
