@@ -122,7 +122,7 @@ async fn idle_clones_have_little_memory_of_their_own(host: Host) {
     let mut private = Vec::new();
     for count in 1..=3u64 {
         server.create(&CreateSandbox { memory_mb: Some(2048), ..small() }).await;
-        assert_eq!(figure(&server, "atoll_memory_promised_bytes").await, count * 2048 << 20);
+        assert_eq!(figure(&server, "atoll_memory_promised_bytes").await, (count * 2048) << 20);
         private.push(figure(&server, "atoll_memory_private_bytes").await >> 20);
     }
     // The rule counts 96 MiB for each that is being started.
