@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use api::SandboxStatus;
+use api::{CreateSnapshot, SandboxStatus};
 use client::Method;
 use tests::{Answer, End, Host, Options, Server, command, pool, small, suite, until};
 
@@ -18,6 +18,7 @@ suite! {
     a_full_pool_refuses_creates_and_takes_them_again,
     a_guest_that_fills_the_pool_stands_still_and_goes_on,
     a_sandbox_can_be_deleted_on_a_full_pool,
+    what_cannot_be_saved_for_want_of_room_runs_on,
     a_server_starts_again_beside_a_guest_that_stands_still;
     soak:
 }
@@ -194,6 +195,35 @@ async fn a_sandbox_can_be_deleted_on_a_full_pool(host: Host) {
     assert_eq!(directories(&server), 0);
     image.make_room();
     server.create(&small()).await;
+    host.end(server).await;
+}
+
+async fn what_cannot_be_saved_for_want_of_room_runs_on(host: Host) {
+    let image = Image::new();
+    let server = server_on(&image).await;
+    let _room = host.room(1).await;
+    let sandbox = server.sandbox(&small()).await;
+    let client = server.client();
+    let held = sandbox.hold().await;
+    sandbox.run("head -c 150000000 /dev/urandom > /dev/shm/much; sync").await;
+    let entries = |name: &str| fs::read_dir(server.data().join(name)).unwrap().count();
+    // At the first step, and when much was written already.
+    for left in [20 << 20, 220 << 20] {
+        image.fill(left);
+        for action in ["snapshots", "hibernate", "fork"] {
+            let refused = Answer::to(sandbox.request(Method::POST, &format!("/{action}"))).await;
+            assert_eq!(refused.refusal(), (507, "capacity_exceeded".to_owned()), "{action} {left}");
+            assert_eq!((entries("snapshots"), entries("temporary")), (0, 0), "{action} {left}");
+            assert_eq!(sandbox.held().await, held, "{action} {left}");
+        }
+        assert!(client.snapshots(None).await.unwrap().is_empty());
+        image.make_room();
+    }
+    client.hibernate(&sandbox.id).await.unwrap();
+    assert_eq!(sandbox.held().await, held);
+    let snapshot = client.create_snapshot(&sandbox.id, &CreateSnapshot::default()).await.unwrap();
+    client.delete_snapshot(&snapshot.id).await.unwrap();
+    drop(sandbox);
     host.end(server).await;
 }
 
