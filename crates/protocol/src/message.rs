@@ -126,7 +126,8 @@ pub struct Repair {
 pub struct Mount {
     /// 0 to 7 can be written to, 8 to 15 cannot.
     pub slot: u8,
-    /// Absolute; made if missing. Not `/`, nor below `/proc`, `/sys` or `/dev`. Empty: only the disk appears.
+    /// Absolute; made if missing. Not `/`, nor below `/proc`, `/sys` or `/dev`. Empty: only the disk appears; where it is
+    /// mounted already, it stays so.
     pub path: PathBytes,
     pub read_only: bool,
 }

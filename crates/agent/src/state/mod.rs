@@ -156,8 +156,14 @@ impl State {
             }
             Place::Host => self.thaw_file_systems(),
         }
-        self.taken_away.clear();
+        // Unmounted for a snapshot of the standing machine, and its own all the same.
+        let stays = |former: &Former| {
+            wanted.volumes.iter().any(|volume| volume.slot == former.slot && volume.path.is_empty())
+        };
+        let mut back = std::mem::take(&mut self.taken_away);
+        back.retain(stays);
         self.mount(&wanted.volumes)?;
+        volumes::mount_again(back).map_or(Ok(()), Err)?;
         let is_wanted = |slot: &u8| wanted.volumes.iter().any(|volume| volume.slot == *slot);
         let gone: Vec<u8> = self.used.iter().copied().filter(|slot| !is_wanted(slot)).collect();
         for slot in gone {

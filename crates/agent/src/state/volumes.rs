@@ -68,13 +68,16 @@ pub(crate) fn must_have_directory(wanted: &Mount) -> Result<(), Failure> {
     Err(refuse(ErrorCode::Conflict, message))
 }
 
-/// An empty path: only the disk appears.
+/// An empty path: only the disk appears, and stays mounted where it is.
 pub(crate) fn mount_volume(slots: &Slots, wanted: &Mount) -> Result<(), Failure> {
     let is_mounted = !wanted.path.is_empty();
     let point = if is_mounted { mount_point(&wanted.path)? } else { Vec::new() };
     let here = slots.find(wanted.slot).map(|disk| mounts_of(disk.device)).transpose()?;
     let here = here.unwrap_or_default();
     if here.iter().any(|mounted| mounted.point == point && mounted.root == b"/") {
+        return Ok(());
+    }
+    if !is_mounted && !here.is_empty() {
         return Ok(());
     }
     if let Some(other) = here.first() {
@@ -160,15 +163,13 @@ fn make_directory(point: &[u8]) -> Result<Vec<u8>, Failure> {
         }
         match mkdirat(CWD, &point[..end], Mode::from_raw_mode(0o755)) {
             Ok(()) | Err(Errno::EXIST) => {}
+            Err(Errno::NOTDIR) => return Err(not_a_directory(point)),
             Err(error) => return Err(fail(error)),
         }
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let directory = openat(CWD, point, flags, Mode::empty()).map_err(|error| match error {
-        Errno::NOTDIR => refuse(
-            ErrorCode::WrongKind,
-            format!("a volume cannot be mounted at {}: it is not a directory", shown(point)),
-        ),
+        Errno::NOTDIR => not_a_directory(point),
         error => fail(error),
     })?;
     use std::os::fd::AsRawFd;
@@ -177,6 +178,12 @@ fn make_directory(point: &[u8]) -> Result<Vec<u8>, Failure> {
         .map_err(|error| fail(Errno::from_io_error(&error).unwrap_or(Errno::IO)))?;
     let real = real.into_os_string().into_vec();
     if real == b"/" || is_kernels(&real) { Err(unfit(point)) } else { Ok(real) }
+}
+
+fn not_a_directory(point: &[u8]) -> Failure {
+    let message =
+        format!("a volume cannot be mounted at {}: that is not a directory", shown(point));
+    refuse(ErrorCode::WrongKind, message)
 }
 
 fn as_path(bytes: &[u8]) -> &std::ffi::OsStr {
