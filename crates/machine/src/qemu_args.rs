@@ -185,6 +185,9 @@ pub(crate) fn process(spec: &MachineSpec, inherited: &Inherited, start: &Start) 
 
 fn command_line(accelerator: Accelerator, console: Verbosity) -> String {
     let mut words = vec!["console=ttyS0", "reboot=t", "panic=-1", "8250.nr_uarts=1"];
+    // Memory is saved whole: what nobody has any longer, such as pages of a volume or a secret of a process that has ended,
+    // must not be in it.
+    words.extend(["init_on_free=1", "init_on_alloc=0"]);
     match console {
         Verbosity::Quiet => words.push("quiet"),
         Verbosity::Full => {}

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use crate::qemu_args;
 
 /// Counts up when a state saved before would no longer load although [`qemu_args::hardware`] stayed the same.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 /// Versioned, so that a state survives an upgrade of QEMU.
 pub const MACHINE_TYPE: &str = "pc-q35-8.2";
