@@ -20,7 +20,7 @@ pub(super) async fn create(
     Input(request): Input<CreateVolume>,
 ) -> Response {
     let by_gb = request.size_gb.is_some();
-    match app.volumes.create(&caller.account, request).await {
+    match app.sandboxes.create_volume(&caller.account, request).await {
         Ok(volume) => Output(StatusCode::CREATED, volume).into_response(),
         Err(error) => {
             // The client that speaks of GB takes a 429 for a reason to try again.

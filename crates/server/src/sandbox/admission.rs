@@ -254,6 +254,17 @@ impl Sandboxes {
         }
     }
 
+    /// Room on the pool for what is to be kept there, such as a snapshot of so many bytes.
+    ///
+    /// # Errors
+    /// 507: only what sandboxes that run will write is left.
+    pub(super) fn admit_bytes(&self, bytes: u64) -> Result<(), Error> {
+        let room = store::pool::room(self.sites.layout.data()).map_err(Error::internal)?;
+        let mut usage = Usage { disk_free: room.free_bytes, ..Usage::default() };
+        locked(&self.admission.ledger).add_to(&mut usage);
+        Ok(self.admission.limits.admit_bytes(&usage, bytes)?)
+    }
+
     /// What is in use, without what the books of [`Admission`] hold.
     fn usage(&self) -> Result<Usage, Error> {
         let (mut machines, mut promised) = (0, 0);

@@ -22,7 +22,7 @@ pub(crate) struct Limits {
     pub(crate) memory_reserve: u64,
     /// How many times the memory beyond the reserve may be promised to guests.
     pub(crate) memory_overcommit: f64,
-    /// Room on the pool that no sandbox may be created into.
+    /// Room on the pool that no sandbox, snapshot or volume may be created into.
     pub(crate) disk_reserve: u64,
 }
 
@@ -93,9 +93,7 @@ impl Limits {
         if need.promised > promises {
             return Err(Shortage::TooLarge);
         }
-        if sum([self.disk_reserve, usage.disk_expected, need.disk]) > usage.disk_free.into() {
-            return Err(Shortage::Disk);
-        }
+        self.admit_bytes(usage, need.disk)?;
         if usage.machines >= self.machines {
             return Err(Shortage::Machines);
         }
@@ -109,6 +107,15 @@ impl Limits {
             return Err(Shortage::Memory);
         }
         Ok(())
+    }
+
+    /// Whether so many bytes more may lie on the pool.
+    ///
+    /// # Errors
+    /// The disk is short.
+    pub(crate) fn admit_bytes(&self, usage: &Usage, bytes: u64) -> Result<(), Shortage> {
+        let wanted = sum([self.disk_reserve, usage.disk_expected, bytes]);
+        if wanted > usage.disk_free.into() { Err(Shortage::Disk) } else { Ok(()) }
     }
 
     /// Machines stand ready only while there is room for others beside them.
@@ -158,7 +165,7 @@ impl fmt::Display for Shortage {
             Self::Memory => {
                 "the host has no memory left for another sandbox; delete some, or try again shortly"
             }
-            Self::Disk => "the host's disk is full; delete sandboxes or templates, or try again later",
+            Self::Disk => "the host's disk is full; delete sandboxes, snapshots or volumes, or try again later",
         })
     }
 }

@@ -2,10 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{
-    AccountId, CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName,
-    VolumeMount,
-};
+use api::{AccountId, CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName};
 use machine::{Shape, network::Traffic};
 use store::template::Template;
 use tokio::time::Instant;
@@ -20,7 +17,10 @@ use super::{
     saved::SavedMachine,
     state::{State, Target},
 };
-use crate::{Error, db::SandboxRow};
+use crate::{
+    Error,
+    db::{AttachmentRow, SandboxRow},
+};
 
 pub(crate) const DEFAULT_TEMPLATE: &str = "base";
 
@@ -123,6 +123,7 @@ async fn check_fits(template: &Template, disk_mb: u64) -> Result<(), Error> {
 
 /// A sandbox that is still to be made: everything has been checked.
 pub(super) struct Draft {
+    pub(super) id: SandboxId,
     pub(super) account: AccountId,
     pub(super) template: TemplateName,
     pub(super) saved: Arc<SavedMachine>,
@@ -135,7 +136,8 @@ pub(super) struct Draft {
     /// `None`: it lives until it is deleted.
     pub(super) ttl_seconds: Option<u64>,
     pub(super) from_snapshot: Option<SnapshotId>,
-    pub(super) volumes: Vec<VolumeMount>,
+    /// Not claimed yet.
+    pub(super) attachments: Vec<AttachmentRow>,
     /// When it was asked for.
     pub(super) began: Instant,
 }
@@ -161,12 +163,16 @@ impl Sandboxes {
         check_metadata(&metadata)?;
         let environment = request.env.clone().unwrap_or_default();
         check_environment(&environment)?;
+        // Before anything is waited for.
+        let (id, volumes) = (SandboxId::random(), request.volumes.as_deref().unwrap_or_default());
+        let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
         let origin = match request.from_snapshot.as_deref() {
             Some(id) => self.snapshot_origin(account, id).await?,
             None => self.template_origin(account, &request, began).await?,
         };
         let draft = Draft {
+            id,
             account: account.clone(),
             template: origin.template,
             saved: origin.saved,
@@ -178,7 +184,7 @@ impl Sandboxes {
             network,
             ttl_seconds: ttl.unwrap_or(Some(self.default_ttl.as_secs())),
             from_snapshot: origin.from_snapshot,
-            volumes: request.volumes.unwrap_or_default(),
+            attachments,
             began,
         };
         match self.create_draft(draft).await {
@@ -256,11 +262,11 @@ impl Sandboxes {
     }
 
     async fn make(self: &Arc<Self>, draft: Draft) -> Result<Sandbox, Error> {
-        let Draft { saved, volumes, began, .. } = draft;
+        let Draft { saved, attachments, began, .. } = draft;
         let need = Need::of_clone(draft.memory_mb << 20);
         let admitted = self.admit(need, BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
         let row = SandboxRow {
-            id: SandboxId::random(),
+            id: draft.id,
             account: draft.account,
             template: draft.template,
             bake: saved.key.clone(),
@@ -283,7 +289,6 @@ impl Sandboxes {
             network: draft.network,
             past_traffic: Traffic::default(),
         };
-        let attachments = self.attachments(&row.account, row.id, &volumes).await?;
         if !attachments.is_empty() {
             self.volumes.claim(&attachments).await?;
         }

@@ -194,6 +194,8 @@ impl Sandboxes {
             }
             Err(error) => {
                 site.remove().await;
+                // Whoever asked may ask again at once.
+                self.release_volumes(entry).await;
                 self.remove_files(entry).await;
                 Err(error)
             }
@@ -226,10 +228,7 @@ impl Sandboxes {
         let files = SandboxFiles::of(&self.sites.layout, &entry.look(|row| row.id));
         let rootfs = saved.rootfs();
         let attached = self.open_volumes(entry).await?;
-        let mounts = match volumes {
-            Volumes::Mounted => attached.iter().map(Attached::mount).collect(),
-            Volumes::AsTheyWere => Vec::new(),
-        };
+        let mounts = attached.iter().map(|volume| volume.mount(volumes)).collect();
         let load = async {
             let disk = blocking(move || files.clone_rootfs(&rootfs, disk_bytes)).await?;
             let root_disk = RootDisk {

@@ -91,6 +91,7 @@ impl Sandboxes {
 
         let snapshot = self.take_snapshot(parent, String::new(), tree).await?;
         let children = self.children(&snapshot.id, &account, count, |saved_row, saved| Draft {
+            id: SandboxId::random(),
             account: account.clone(),
             template: saved_row.template.clone(),
             saved,
@@ -103,7 +104,7 @@ impl Sandboxes {
             network: parent_row.network.clone(),
             ttl_seconds: explore_ttl.unwrap_or(ttl),
             from_snapshot: Some(snapshot.id),
-            volumes: Vec::new(),
+            attachments: Vec::new(),
             began,
         });
         match children.await {

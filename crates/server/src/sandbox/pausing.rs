@@ -3,9 +3,14 @@
 use std::time::Duration;
 
 use api::EventKind;
-use machine::guest::Request;
+use machine::guest::{Guest, Request};
 
-use super::{Sandboxes, driver::ANSWER_DEADLINE, registry::Entry, state::State};
+use super::{
+    Sandboxes,
+    driver::{ANSWER_DEADLINE, Inside},
+    registry::Entry,
+    state::State,
+};
 use crate::{Error, db::SandboxRow};
 
 /// The guest gives up by itself before.
@@ -68,18 +73,26 @@ impl Sandboxes {
         if !inside.machine.is_running().await? {
             inside.machine.resume().await?;
         }
-        let known = entry.guest().filter(|guest| !guest.is_lost());
-        let is_new = known.is_none();
-        let guest = match known {
-            Some(guest) => guest,
-            None => inside.machine.connect_guest(patience).await?,
-        };
+        let (guest, is_new) = reach_guest(entry, &inside, patience).await?;
         let thaw = Request::Thaw { unix_time_ns: self.clock.now_ns() };
         guest.call(thaw, patience).await?;
         if is_new {
             self.watch_commands(entry).await;
         }
         Ok(())
+    }
+}
+
+/// With whether it is a new connection: a server that found a paused machine again has not spoken to its guest yet. The
+/// machine has to run.
+pub(super) async fn reach_guest(
+    entry: &Entry,
+    inside: &Inside,
+    patience: Duration,
+) -> Result<(Guest, bool), Error> {
+    match entry.guest().filter(|guest| !guest.is_lost()) {
+        Some(guest) => Ok((guest, false)),
+        None => Ok((inside.machine.connect_guest(patience).await?, true)),
     }
 }
 

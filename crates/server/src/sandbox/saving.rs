@@ -30,6 +30,8 @@ impl Sandboxes {
         draft: SavedMachineDraft,
     ) -> Result<(SavedMachineDraft, Manifest), Error> {
         let inside = entry.inside().ok_or_else(registry::not_found)?;
+        // No more than that has changed; what cannot be measured is found to be too much when it is written.
+        self.admit_bytes(inside.machine.private_memory_bytes().unwrap_or(0))?;
         let (id, disk_mb) = entry.look(|row| (row.id, row.disk_mb));
         let files = SandboxFiles::of(&self.sites.layout, &id);
         let rootfs = files.rootfs();

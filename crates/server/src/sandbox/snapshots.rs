@@ -9,11 +9,10 @@ use tokio::sync::MutexGuard;
 use super::{
     Sandboxes,
     driver::ANSWER_DEADLINE,
-    pausing::QUIESCE_DEADLINE,
+    pausing::{QUIESCE_DEADLINE, reach_guest},
     registry::{self, Entry, locked},
     saved::{SavedMachine, snapshot_key},
     state::{State, Wish},
-    volumes::mount,
 };
 use crate::{Error, blocking::blocking, clock, db::SnapshotRow};
 
@@ -80,6 +79,8 @@ impl Sandboxes {
         tree: Option<String>,
         _turn: &MutexGuard<'_, ()>,
     ) -> Result<SnapshotRow, Error> {
+        // Before anything is unmounted for it.
+        self.admit_bytes(0)?;
         let row = entry.look(|row| SnapshotRow {
             id: SnapshotId::random(),
             account: row.account.clone(),
@@ -144,33 +145,30 @@ impl Sandboxes {
         if slots.is_empty() {
             return Ok(());
         }
-        let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
-            return Err(registry::not_found());
-        };
-        if entry.look(|row| row.state) == State::Paused {
+        let inside = entry.inside().ok_or_else(registry::not_found)?;
+        let is_paused = entry.look(|row| row.state) == State::Paused;
+        if is_paused {
             // Still quiet: none of the user's processes goes on.
             inside.machine.resume().await?;
-        } else {
+        }
+        let (guest, is_new) = reach_guest(entry, &inside, ANSWER_DEADLINE).await?;
+        if is_new {
+            self.watch_commands(entry).await;
+        }
+        if !is_paused {
             guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
         }
         guest.call(Request::VolumesUnmount { slots }, QUIESCE_DEADLINE).await?;
         Ok(())
     }
 
-    /// However the save went, the sandbox is as it was before.
+    /// However the save went, the sandbox is as it was before. Volumes of a paused one are mounted again when it goes on.
     async fn after_the_window(&self, entry: &Entry) -> Result<(), Error> {
         if entry.look(|row| row.state) != State::Paused {
             return self.go_on(entry).await;
         }
-        let volumes: Vec<_> = locked(&entry.attachments).iter().map(mount).collect();
-        let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
-            return Err(registry::not_found());
-        };
-        if !volumes.is_empty() {
-            if !inside.machine.is_running().await? {
-                inside.machine.resume().await?;
-            }
-            guest.call(Request::VolumesMount { volumes }, ANSWER_DEADLINE).await?;
+        let inside = entry.inside().ok_or_else(registry::not_found)?;
+        if inside.machine.is_running().await? {
             inside.machine.stop().await?;
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use std::{fs::File, time::Duration};
 
-use api::{AccountId, SandboxId, UpdateVolume, Volume, VolumeMount};
+use api::{AccountId, CreateVolume, SandboxId, UpdateVolume, Volume, VolumeMount};
 use machine::{
     READ_ONLY_SLOTS, VolumeDisk, WRITABLE_SLOTS,
     guest::{Mount, Request},
@@ -12,9 +12,9 @@ use store::volume::Access;
 
 use super::{
     Sandboxes,
-    driver::{ANSWER_DEADLINE, Inside},
+    driver::Inside,
     registry::{self, Entry, locked},
-    state::State,
+    state::{State, Wish},
 };
 use crate::{Error, blocking::blocking, db::AttachmentRow, volume::Growth};
 
@@ -41,8 +41,11 @@ pub(super) struct Attached {
 }
 
 impl Attached {
-    pub(super) fn mount(&self) -> Mount {
-        mount(&self.row)
+    pub(super) fn mount(&self, volumes: Volumes) -> Mount {
+        match volumes {
+            Volumes::Mounted => mount(&self.row),
+            Volumes::AsTheyWere => Mount { path: ByteBuf::new(), ..mount(&self.row) },
+        }
     }
 
     pub(super) fn into_disk(self) -> (u8, VolumeDisk) {
@@ -68,9 +71,10 @@ pub(super) fn places(wanted: &[VolumeMount]) -> Result<Vec<(u8, String)>, Error>
             Some(path) => checked_path(index, path)?,
             None => format!("/mnt/{}", volume.name),
         };
-        if places.iter().any(|(_, other)| *other == path) {
+        let meets = |(_, other): &&(u8, String)| is_within(&path, other) || is_within(other, &path);
+        if let Some((_, other)) = places.iter().find(meets) {
             return Err(Error::invalid(format!(
-                "`volumes[{index}]`: another one is mounted at {path} already; give it a `mount_path` of its own"
+                "`volumes[{index}]`: another one is mounted at {other}, and none can lie in another; give it a `mount_path` of its own"
             )));
         }
         let (next, end) = if volume.read_only {
@@ -79,14 +83,22 @@ pub(super) fn places(wanted: &[VolumeMount]) -> Result<Vec<(u8, String)>, Error>
             (&mut writable, WRITABLE_SLOTS)
         };
         if *next == end {
-            return Err(Error::invalid(format!(
-                "`volumes`: a sandbox can have {WRITABLE_SLOTS} that it writes and {READ_ONLY_SLOTS} that it reads"
-            )));
+            return Err(too_many());
         }
         places.push((u8::try_from(*next).map_err(Error::internal)?, path));
         *next += 1;
     }
     Ok(places)
+}
+
+fn too_many() -> Error {
+    Error::invalid(format!(
+        "`volumes`: a sandbox can have {WRITABLE_SLOTS} that it writes and {READ_ONLY_SLOTS} that it reads"
+    ))
+}
+
+fn is_within(path: &str, directory: &str) -> bool {
+    path.strip_prefix(directory).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// Without `.`, `..` and double slashes, so that one place has one name.
@@ -128,9 +140,16 @@ impl Sandboxes {
         sandbox: SandboxId,
         wanted: &[VolumeMount],
     ) -> Result<Vec<AttachmentRow>, Error> {
-        let places = places(wanted)?;
+        if wanted.len() > WRITABLE_SLOTS + READ_ONLY_SLOTS {
+            return Err(too_many());
+        }
         let names = wanted.iter().map(|volume| volume.name.as_str());
         let rows = self.volumes.resolve(account, names).await?;
+        // Where it is named by its id, its place goes by its name all the same.
+        let named: Vec<_> = (wanted.iter().zip(&rows))
+            .map(|(wish, row)| VolumeMount { name: row.name.to_string(), ..wish.clone() })
+            .collect();
+        let places = places(&named)?;
         let mut attachments: Vec<AttachmentRow> = Vec::new();
         for (index, ((row, (slot, mount_path)), wish)) in
             rows.iter().zip(places).zip(wanted).enumerate()
@@ -202,6 +221,18 @@ impl Sandboxes {
     }
 
     /// # Errors
+    /// 400 names the bad field; 409 when the name is taken, or the source is being written; 429 over a limit; 507 without
+    /// room.
+    pub async fn create_volume(
+        &self,
+        account: &AccountId,
+        request: CreateVolume,
+    ) -> Result<Volume, Error> {
+        self.admit_bytes(0)?;
+        self.volumes.create(account, request).await
+    }
+
+    /// # Errors
     /// 400 for less than it has; 409 where its file system cannot be told.
     pub async fn grow_volume(
         &self,
@@ -209,22 +240,21 @@ impl Sandboxes {
         id_or_name: &str,
         request: UpdateVolume,
     ) -> Result<Volume, Error> {
-        let (row, held, bytes) = match self.volumes.grow(account, id_or_name, &request).await? {
+        let (held, bytes) = match self.volumes.grow(account, id_or_name, &request).await? {
             Growth::Done(volume) => return Ok(volume),
-            Growth::Attached { row, held, bytes } => (row, held, bytes),
+            Growth::Attached { held, bytes } => (held, bytes),
         };
         let entry = self.registry.find(account, &held.sandbox)?;
         let _in_use = self.awake(&entry).await?;
         let _turn = entry.turn.lock().await;
+        entry.accept(Wish::Inside, self.clock.steady_ms())?;
         let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
             return Err(registry::not_found());
         };
-        self.volumes.lengthen(row.id, bytes).await?;
+        let grown = self.volumes.lengthen(account, &held, bytes).await?;
         inside.machine.resize_volume(held.slot, bytes).await?;
-        guest
-            .call(Request::VolumeGrow { slot: held.slot }, GROW_DEADLINE.max(ANSWER_DEADLINE))
-            .await?;
-        self.volumes.grown(row, held, bytes).await
+        guest.call(Request::VolumeGrow { slot: held.slot }, GROW_DEADLINE).await?;
+        Ok(grown)
     }
 }
 
@@ -264,6 +294,13 @@ mod tests {
         }
         assert!(
             places(&[wish("a", false, Some("/data")), wish("b", true, Some("/data/"))]).is_err()
+        );
+        for inside in ["/data/b", "/"] {
+            let nested = [wish("b", true, Some(inside)), wish("a", false, Some("/data"))];
+            assert!(places(&nested).is_err(), "{inside}");
+        }
+        assert!(
+            places(&[wish("a", false, Some("/data")), wish("b", true, Some("/data2"))]).is_ok()
         );
         assert!(places(&[wish("a", false, Some("/process"))]).is_ok());
     }

@@ -12,9 +12,8 @@ use crate::{
 /// What a growth still needs.
 pub(crate) enum Growth {
     Done(Volume),
-    /// The writer's machine and guest must be told: see [`Volumes::grown`].
+    /// Its disk is to be made longer while its machine looks on: see [`Volumes::lengthen`].
     Attached {
-        row: VolumeRow,
         held: AttachmentRow,
         bytes: u64,
     },
@@ -24,7 +23,7 @@ impl Volumes {
     /// # Errors
     /// 400 names the bad field; 409 when the name is taken, or the source is being written; 429 or 403 over a limit; 507
     /// without room.
-    pub async fn create(
+    pub(crate) async fn create(
         &self,
         account: &AccountId,
         request: CreateVolume,
@@ -52,24 +51,18 @@ impl Volumes {
             size_bytes: bytes,
             created_at: self.clock.now_ms(),
         };
-        // The copy is only consistent while nobody writes.
+        // The copy is only whole while nobody writes.
         let _unchanged = match &source {
-            Some(source) => match self.begin_change(source.id).await? {
-                Ok(changing) => Some(changing),
-                Err(holders) => match holders.iter().find(|held| !held.read_only) {
-                    Some(writer) => return Err(taken(&writer.sandbox)),
-                    None => None,
-                },
-            },
+            Some(source) => Some(self.begin_copy(source.id).await?),
             None => None,
         };
         self.make(&row, source.map(|source| source.id)).await?;
         Ok(shown(&row, &[]))
     }
 
-    /// Room under the limits, bytes, row: in one turn, so that creates at once cannot pass a limit together.
+    /// Room under the limits, bytes, row.
     async fn make(&self, row: &VolumeRow, source: Option<VolumeId>) -> Result<(), Error> {
-        let _gate = self.gate.lock().await;
+        let _turn = self.sizes.lock().await;
         let theirs = self.db.volumes(&row.account).await?;
         if theirs.iter().any(|other| other.name == row.name) {
             return Err(name_taken(row));
@@ -129,38 +122,30 @@ impl Volumes {
     /// Makes it larger, with its file system. One that a sandbox writes needs [`Growth::Attached`] seen to.
     ///
     /// # Errors
-    /// 400 for less than it has; 409 while it is read by several, whose file system would change behind them.
+    /// 400 for less than it has; 409 while it is read, for its file system would change behind its readers.
     pub(crate) async fn grow(
         &self,
         account: &AccountId,
         id_or_name: &str,
         request: &UpdateVolume,
     ) -> Result<Growth, Error> {
-        let mut row = self.find(account, id_or_name).await?;
         if request.size_mb.is_none() && request.size_gb.is_none() {
             return Err(Error::invalid("`size_mb` is missing: what the volume shall grow to"));
         }
         let bytes =
             check_size(request.size_mb, request.size_gb, &(LEAST_MB..=self.limits.largest_mb))?;
-        if bytes < row.size_bytes {
-            return Err(Error::invalid(format!(
-                "`size_mb` must be at least {}: a volume never shrinks",
-                row.size_bytes >> 20
-            )));
-        }
-        let theirs = self.db.volumes(account).await?;
-        let others: u64 =
-            theirs.iter().filter(|other| other.id != row.id).map(|other| other.size_bytes).sum();
-        self.check_limits(theirs.len(), others + bytes)?;
+        let _turn = self.sizes.lock().await;
+        let mut row = self.find(account, id_or_name).await?;
+        self.check_growth(&row, bytes).await?;
         let _changing = match self.begin_change(row.id).await? {
             Ok(changing) => changing,
             Err(holders) => {
-                return match holders.into_iter().find(|held| !held.read_only) {
-                    Some(held) => Ok(Growth::Attached { row, held, bytes }),
-                    None => Err(Error::conflict(
+                let Some(held) = holders.into_iter().find(|held| !held.read_only) else {
+                    return Err(Error::conflict(
                         "the volume is attached for reading; delete those sandboxes before it can grow",
-                    )),
+                    ));
                 };
+                return Ok(Growth::Attached { held, bytes });
             }
         };
         let (layout, id) = (self.layout.clone(), row.id);
@@ -170,22 +155,35 @@ impl Volumes {
         Ok(Growth::Done(shown(&row, &[])))
     }
 
-    /// The file of an attached volume is as long as `bytes` from now on; its guest is to be told next.
-    pub(crate) async fn lengthen(&self, id: VolumeId, bytes: u64) -> Result<(), Error> {
-        let layout = self.layout.clone();
-        blocking(move || store::volume::grow(&layout, &id, bytes)).await
+    async fn check_growth(&self, row: &VolumeRow, bytes: u64) -> Result<(), Error> {
+        if bytes < row.size_bytes {
+            return Err(Error::invalid(format!(
+                "`size_mb` must be at least {}: a volume never shrinks",
+                row.size_bytes >> 20
+            )));
+        }
+        let all = self.db.volumes(&row.account).await?;
+        let others = all.iter().filter(|other| other.id != row.id);
+        let provisioned: u64 = others.map(|other| other.size_bytes).sum();
+        self.check_limits(all.len(), provisioned + bytes)
     }
 
-    /// Its guest has grown the file system.
-    pub(crate) async fn grown(
+    /// The disk of one that a sandbox writes has so many bytes from now on. Its machine and its guest are to be told next;
+    /// when that fails, it is done by asking for the same size again.
+    pub(crate) async fn lengthen(
         &self,
-        mut row: VolumeRow,
-        held: AttachmentRow,
+        account: &AccountId,
+        held: &AttachmentRow,
         bytes: u64,
     ) -> Result<Volume, Error> {
+        let _turn = self.sizes.lock().await;
+        let mut row = self.find(account, &held.volume.to_string()).await?;
+        self.check_growth(&row, bytes).await?;
+        let (layout, id) = (self.layout.clone(), row.id);
+        blocking(move || store::volume::grow(&layout, &id, bytes)).await?;
         self.db.set_volume_size(&row.id, bytes).await?;
         row.size_bytes = bytes;
-        Ok(shown(&row, &[held]))
+        Ok(shown(&row, std::slice::from_ref(held)))
     }
 
     /// At a server's start: holds of sandboxes that are no more, and bytes that no row names.

@@ -9,7 +9,7 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use api::{AccountId, SandboxId, Volume, VolumeId, VolumeState};
+use api::{AccountId, SandboxId, Volume, VolumeId, VolumeName, VolumeState};
 use store::Layout;
 
 pub(crate) use self::change::Growth;
@@ -43,6 +43,8 @@ pub struct Volumes {
     limits: VolumeLimits,
     /// Held while it is settled who may have a volume.
     gate: tokio::sync::Mutex<()>,
+    /// Held from a look at the limits to the row: creates and growths at once cannot pass a limit together.
+    sizes: tokio::sync::Mutex<()>,
     /// Nobody has them attached, and nobody may meanwhile: we change their bytes.
     changing: Mutex<HashSet<VolumeId>>,
 }
@@ -66,7 +68,8 @@ impl Volumes {
             clock,
             layout,
             limits,
-            gate: tokio::sync::Mutex::new(()),
+            gate: tokio::sync::Mutex::default(),
+            sizes: tokio::sync::Mutex::default(),
             changing: Mutex::default(),
         })
     }
@@ -84,6 +87,19 @@ impl Volumes {
         }
         locked(&self.changing).insert(id);
         Ok(Ok(Changing { volumes: self, id }))
+    }
+
+    /// Others may be reading it already; nobody comes to write until this is over.
+    async fn begin_copy(&self, id: VolumeId) -> Result<Changing<'_>, Error> {
+        let _gate = self.gate.lock().await;
+        self.check_unchanged(&id)?;
+        if let Some(writer) =
+            self.db.holders_of_volume(&id).await?.iter().find(|held| !held.read_only)
+        {
+            return Err(taken(&writer.sandbox));
+        }
+        locked(&self.changing).insert(id);
+        Ok(Changing { volumes: self, id })
     }
 
     fn check_unchanged(&self, id: &VolumeId) -> Result<(), Error> {
@@ -138,7 +154,10 @@ impl Volumes {
     ) -> Result<Vec<VolumeRow>, Error> {
         let mut rows = Vec::new();
         for (index, name) in names.enumerate() {
-            let row = self.db.volume(account, name).await?;
+            let name: VolumeName = name
+                .parse()
+                .map_err(|error| Error::invalid(format!("`volumes[{index}].name`: {error}")))?;
+            let row = self.db.volume(account, name.as_str()).await?;
             rows.push(row.ok_or_else(|| {
                 Error::not_found(format!(
                     "`volumes[{index}].name`: there is no volume with this name or id; list them with GET /v1/volumes"
