@@ -18,6 +18,7 @@ suite! {
     files_are_copied_both_ways_byte_by_byte,
     logs_are_printed_and_followed,
     keys_are_made_listed_and_revoked,
+    volumes_from_create_to_delete,
     templates_are_listed,
     every_command_explains_itself,
     a_failure_is_a_sentence_and_a_hint;
@@ -249,6 +250,49 @@ async fn keys_are_made_listed_and_revoked(host: Host) {
         with(token.trim(), &["sandbox", "list"]).await.status.success().then_some(())
     })
     .await;
+}
+
+async fn volumes_from_create_to_delete(host: Host) {
+    let _room = host.room(1).await;
+    let server = host.server().await;
+    assert_eq!(printed(&server, ["volume", "create", "cli", "--size-mb", "64"]).await, "cli\n");
+    let got = async |volume: &str| {
+        let json = printed(&server, ["volume", "get", volume, "--json"]).await;
+        serde_json::from_str::<Value>(&json).unwrap()
+    };
+    let id = got("cli").await["id"].as_str().unwrap().to_owned();
+    let create = SMALL.into_iter().chain(["--volume", "cli", "--volume", &id]);
+    let twice = output(&mut atoll(&server, create)).await;
+    assert_eq!(twice.status.code(), Some(1), "{twice:?}");
+    let create = SMALL.into_iter().chain(["--volume", "cli:/srv/cli"]);
+    let sandbox = printed(&server, create).await;
+    let sandbox = sandbox.trim();
+    printed(&server, ["sandbox", "exec", sandbox, "--", "echo kept > /srv/cli/file"]).await;
+    assert!(printed(&server, ["sandbox", "get", sandbox]).await.contains("cli:/srv/cli"));
+    let table = printed(&server, ["volume", "list"]).await;
+    let line = table.lines().find(|line| line.starts_with("cli ")).unwrap();
+    assert!(line.contains(&id) && line.contains("attached") && line.contains(sandbox), "{table}");
+    for refused in [&["volume", "delete", "cli"][..], &["volume", "clone", "cli", "copy"]] {
+        let refused = output(&mut atoll(&server, refused)).await;
+        assert_eq!(refused.status.code(), Some(1), "{refused:?}");
+        assert!(String::from_utf8_lossy(&refused.stderr).contains(sandbox), "{refused:?}");
+    }
+    printed(&server, ["volume", "grow", "cli", "--size-mb", "128"]).await;
+    let shown = ["sandbox", "exec", sandbox, "--", "df -m --output=size /srv/cli | tail -1"];
+    assert!(printed(&server, shown).await.trim().parse::<u32>().unwrap() > 100);
+    let smaller = output(&mut atoll(&server, ["volume", "grow", "cli", "--size-mb", "64"])).await;
+    assert_eq!(smaller.status.code(), Some(1), "{smaller:?}");
+    printed(&server, ["sandbox", "delete", sandbox]).await;
+    assert_eq!(printed(&server, ["volume", "clone", "cli", "copy"]).await, "copy\n");
+    let create = SMALL.into_iter().chain(["--volume", "copy:ro", "--volume", "cli:/data:ro"]);
+    let sandbox = printed(&server, create).await;
+    let sandbox = sandbox.trim();
+    let both = ["sandbox", "exec", sandbox, "--", "cat /mnt/copy/file /data/file"];
+    assert_eq!(printed(&server, both).await, "kept\nkept\n");
+    printed(&server, ["sandbox", "delete", sandbox]).await;
+    assert_eq!(printed(&server, ["volume", "delete", &id, "copy"]).await, "");
+    let gone = output(&mut atoll(&server, ["volume", "get", "cli"])).await;
+    assert_eq!(gone.status.code(), Some(1), "{gone:?}");
 }
 
 async fn templates_are_listed(host: Host) {

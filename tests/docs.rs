@@ -16,6 +16,7 @@ suite! {
     the_guide_to_the_command_line_works,
     the_guide_to_files_and_commands_works,
     the_guide_to_networks_works,
+    the_guide_to_volumes_works,
     getting_started_works,
     the_guide_to_production_works,
     the_guide_to_snapshots_works,
@@ -26,7 +27,7 @@ suite! {
 }
 
 /// Each has a claim below.
-const RUN: [&str; 9] = [
+const RUN: [&str; 10] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
@@ -36,6 +37,7 @@ const RUN: [&str; 9] = [
     "docs/guides/secrets.md",
     "docs/guides/snapshots.md",
     "docs/guides/templates.md",
+    "docs/guides/volumes.md",
 ];
 
 fn workspace() -> &'static Path {
@@ -129,6 +131,10 @@ async fn the_guide_to_files_and_commands_works(host: Host) {
 
 async fn the_guide_to_networks_works(host: Host) {
     works(&host, "docs/guides/network.md").await;
+}
+
+async fn the_guide_to_volumes_works(host: Host) {
+    works(&host, "docs/guides/volumes.md").await;
 }
 
 async fn getting_started_works(host: Host) {

@@ -64,6 +64,16 @@ impl Host {
         Sandbox::new(server.create(request).await, server.client().clone(), room)
     }
 
+    /// In room that the claim holds already, for one that has several at a time.
+    pub async fn sandbox_within(
+        &self,
+        _room: &OwnedSemaphorePermit,
+        request: &CreateSandbox,
+    ) -> Sandbox {
+        let server = self.server().await;
+        Sandbox::new(server.create(request).await, server.client().clone(), None)
+    }
+
     /// For a claim that mostly waits.
     pub async fn idle_sandbox_of(&self, request: &CreateSandbox) -> Sandbox {
         let room = Arc::clone(&self.shared.idle_room).acquire_owned().await;
