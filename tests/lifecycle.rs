@@ -102,8 +102,9 @@ async fn a_create_that_asks_for_the_impossible_is_refused(host: Host) {
     let server = host.server().await;
     let text = "x".repeat(5000);
     let bad = [
-        (json!({"network": false}), 400, "network"),
-        (json!({"network": {"egress": "none"}}), 400, "network"),
+        (json!({"network": "lan"}), 400, "network"),
+        (json!({"network": {"egress": "lan"}}), 400, "network"),
+        (json!({"network": {"allow": ["10.0.0.0/8"]}}), 400, "network.allow[0]"),
         (json!({"cpu": 0}), 400, "cpu"),
         (json!({"cpu": -1}), 400, "cpu"),
         (json!({"cpu": 1.5}), 400, "cpu"),

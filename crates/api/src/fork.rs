@@ -26,6 +26,8 @@ pub struct Forked {
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ForkTree {
+    /// From 1 to 16.
+    #[serde(default)]
     pub count: u32,
     /// Added to the parent's. `explore_ttl`, in seconds, is the children's time to live.
     #[serde(default, skip_serializing_if = "Option::is_none")]
