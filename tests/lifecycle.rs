@@ -406,6 +406,8 @@ async fn all_are_404(server: &Server, id: &str) {
     for (method, route) in routes_of_a_sandbox(server, id).await {
         let body = if route.ends_with("/lifecycle") {
             json!({"ttl_seconds": 60})
+        } else if route.ends_with("/network") {
+            json!({"egress": "none"})
         } else {
             json!({"cmd": "true"})
         };
