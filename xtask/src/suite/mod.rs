@@ -172,6 +172,15 @@ fn end_to_end(root: &Path) -> anyhow::Result<Vec<String>> {
     let package = metadata.packages.iter().find(|package| package.name.as_str() == "tests");
     let package = package.context("find package `tests`")?;
     let programs = package.targets.iter().filter(|target| target.is_test());
+    let of_crates = metadata.packages.iter().filter(|other| other.name != package.name);
+    for other in of_crates.flat_map(|other| &other.targets).filter(|target| target.is_test()) {
+        let is_taken = programs.clone().any(|program| program.name == other.name);
+        ensure!(
+            !is_taken,
+            "name {} otherwise: package `tests` has a test of that name",
+            other.src_path
+        );
+    }
     let mut arguments = vec!["--workspace".to_owned()];
     arguments.extend(programs.flat_map(|target| ["--test".to_owned(), target.name.clone()]));
     Ok(arguments)
