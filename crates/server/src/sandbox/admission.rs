@@ -270,7 +270,7 @@ impl Sandboxes {
         let (mut machines, mut promised) = (0, 0);
         let mut pids = self.pool.pids();
         for entry in self.registry.all() {
-            let Some(inside) = locked(&entry.inside).clone() else { continue };
+            let Some(inside) = entry.inside() else { continue };
             machines += 1;
             promised += entry.look(|row| row.memory_mb) << 20;
             pids.push(inside.machine.pid());
@@ -386,7 +386,7 @@ impl Sandboxes {
     async fn let_go_on(&self, known: &mut BTreeSet<SandboxId>, disk_free: u64) {
         for entry in self.registry.all() {
             let id = entry.look(|row| row.id);
-            let Some(inside) = locked(&entry.inside).clone() else {
+            let Some(inside) = entry.inside() else {
                 known.remove(&id);
                 continue;
             };

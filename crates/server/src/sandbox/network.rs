@@ -176,7 +176,7 @@ impl Sandboxes {
         let rules = for_machine(&policy)?;
         // Written first: should this server die before the rules are in place, the next one puts them there.
         self.write_network(&entry, policy).await?;
-        let inside = locked(&entry.inside).clone();
+        let inside = entry.inside();
         if let Some(inside) = inside
             && let Err(error) = inside.gate.set_policy(&rules).await
         {
@@ -197,13 +197,13 @@ impl Sandboxes {
         // Held throughout, so that a machine that goes meanwhile is counted once.
         let past = self.past_traffic.0.lock().unwrap_or_else(PoisonError::into_inner);
         let present = self.registry.all();
-        let present = present.iter().filter_map(|entry| locked(&entry.inside).clone());
+        let present = present.iter().filter_map(|entry| entry.inside());
         present.fold(*past, |total, inside| sum(total, traffic_of(&inside.gate)))
     }
 }
 
 fn shown(entry: &Entry) -> api::Network {
-    let present = locked(&entry.inside).clone().map(|inside| traffic_of(&inside.gate));
+    let present = entry.inside().map(|inside| traffic_of(&inside.gate));
     let (policy, past) = entry.look(|row| (row.network.clone(), row.past_traffic));
     let traffic = sum(past, present.unwrap_or_default());
     api::Network { policy, sent_bytes: traffic.sent_bytes, received_bytes: traffic.received_bytes }
