@@ -16,6 +16,7 @@ use tokio::process::Command;
 suite! {
     an_instance_whose_data_directory_is_gone_is_removed,
     every_start_sweeps_what_dead_instances_left,
+    control_groups_that_nothing_else_tells_of_are_removed,
     servers_that_run_and_servers_that_rest_keep_everything,
     what_no_row_names_goes_and_what_a_row_names_stays,
     a_data_directory_of_a_killed_set_up_goes,
@@ -135,6 +136,25 @@ async fn every_start_sweeps_what_dead_instances_left(host: Host) {
     host.end(other).await;
     dead.start_again().await;
     host.end(dead).await;
+}
+
+async fn control_groups_that_nothing_else_tells_of_are_removed(_: Host) {
+    // The uid of a machine of an instance that no server of this host has.
+    let number = (0..1024)
+        .rev()
+        .find(|number| !Path::new(&format!("/run/atoll/instance-{number}")).exists());
+    let uid = 1_900_000_000 + number.unwrap() * 1024 + 7;
+    let hierarchies = ["/sys/fs/cgroup/pids", "/sys/fs/cgroup"];
+    let hierarchy = hierarchies.iter().find(|path| Path::new(path).join("cgroup.procs").exists());
+    let group = Path::new(hierarchy.unwrap()).join(format!("atoll-{uid}.00c0ffee"));
+    std::fs::create_dir(&group).unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    let told = format!("of uid {uid}");
+    let looked = sweep(elsewhere.path(), &["--dry-run"]).await;
+    // The start of another server may have been first.
+    assert!(!about(&looked, &told).is_empty() || !group.exists(), "{looked:?}");
+    sweep(elsewhere.path(), &[]).await;
+    assert!(!group.exists());
 }
 
 async fn servers_that_run_and_servers_that_rest_keep_everything(host: Host) {

@@ -102,6 +102,13 @@ impl Host {
         self.shared.left.lock().unwrap_or_else(PoisonError::into_inner).push(left);
     }
 
+    /// After a claim that failed.
+    pub(crate) fn tell_complaints(&self) {
+        if let Some(server) = self.shared.server.get() {
+            server.tell_complaints();
+        }
+    }
+
     /// What the suite's servers left on the host; `None` if there was none.
     pub(crate) async fn close(self) -> Option<Vec<Footprint>> {
         let mut left =

@@ -28,6 +28,9 @@ const CREATE_DEADLINE: Duration = Duration::from_secs(900);
 /// Networks are taken down behind the answer to a delete.
 pub(crate) const SETTLE_DEADLINE: Duration = Duration::from_secs(30);
 
+/// Shown of a server whose claim fails.
+const MOST_COMPLAINTS: usize = 12;
+
 /// How a server is started. The default is what a person would get, at any free port.
 #[derive(Debug, Clone)]
 pub struct Options {
@@ -252,11 +255,25 @@ impl Server {
     pub fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
+
+    /// Beside a claim that fails: what the server complained of last, which its answers keep to themselves.
+    #[expect(clippy::print_stderr, reason = "for whoever reads why a claim has failed")]
+    pub(crate) fn tell_complaints(&self) {
+        let log = self.log();
+        let complaints = log.lines().filter(|line| line.contains("ERROR") || line.contains("WARN"));
+        let complaints: Vec<_> = complaints.collect();
+        let first = complaints.len().saturating_sub(MOST_COMPLAINTS);
+        eprintln!("the server's last complaints ({}):", self.log.display());
+        complaints[first..].iter().for_each(|line| eprintln!("    {line}"));
+    }
 }
 
 impl Drop for Server {
     /// Whatever happened: nothing of a test stays on the host.
     fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.tell_complaints();
+        }
         // Fails where it has ended.
         let _ = self.process.start_kill();
         Footprint::of(self.data.path()).remove();

@@ -83,11 +83,24 @@ fn trial(claim: Claim, runtime: tokio::runtime::Handle, host: Host) -> Trial {
     let Claim { name, length, body } = claim;
     let trial = Trial::test(name, move || {
         let deadline = length.deadline();
-        runtime
-            .block_on(async { tokio::time::timeout(deadline, body(host)).await })
-            .map_err(|_| Failed::from(format!("not within {deadline:?}")))
+        let shared = Complaints(host.clone());
+        runtime.block_on(async { tokio::time::timeout(deadline, body(host)).await }).map_err(|_| {
+            shared.0.tell_complaints();
+            Failed::from(format!("not within {deadline:?}"))
+        })
     });
     trial.with_ignored_flag(length == Length::Soak)
+}
+
+/// A claim that panics tells what the suite's server complained of. Its own servers do so by themselves.
+struct Complaints(Host);
+
+impl Drop for Complaints {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.tell_complaints();
+        }
+    }
 }
 
 fn is_nothing(left: &[Footprint]) -> Result<(), Failed> {

@@ -177,6 +177,7 @@ impl Sandboxes {
                 entry.put_inside(Inside::new(machine, site));
                 self.watch_inherited(entry);
                 let now = self.clock.steady_ms();
+                self.tell(entry, EventKind::Running, None);
                 entry.change(|row| {
                     row.state = State::Running;
                     row.slot = Some(slot);
@@ -189,7 +190,6 @@ impl Sandboxes {
                 self.save_row(entry).await?;
                 fault::point!("create.running_written");
                 tracing::info!(sandbox = %id, boot_ms = entry.look(|row| row.boot_ms), "running");
-                self.tell(entry, EventKind::Running, None);
                 Ok(())
             }
             Err(error) => {

@@ -47,6 +47,7 @@ impl Sandboxes {
             return Err(error);
         }
         let now = self.clock.steady_ms();
+        self.tell(entry, EventKind::Hibernated, None);
         entry.change(|row| {
             row.state = State::Hibernated;
             row.slot = None;
@@ -65,7 +66,6 @@ impl Sandboxes {
         blocking(move || files.remove_rootfs()).await.unwrap_or_else(|error| {
             tracing::warn!(%error, cause = error.causes(), "failed to remove the disk of a sandbox that hibernates");
         });
-        self.tell(entry, EventKind::Hibernated, None);
         Ok(())
     }
 
@@ -96,6 +96,7 @@ impl Sandboxes {
         let slot = site.number();
         entry.put_inside(Inside::new(machine, site));
         let now = self.clock.steady_ms();
+        self.tell(entry, EventKind::Woken, None);
         entry.change(|row| {
             row.state = State::Running;
             row.slot = Some(slot);
@@ -107,7 +108,6 @@ impl Sandboxes {
             tracing::warn!(%error, cause = error.causes(), "failed to remove what a woken sandbox had hibernated in");
         });
         self.watch_commands(entry).await;
-        self.tell(entry, EventKind::Woken, None);
         Ok(())
     }
 

@@ -55,7 +55,7 @@ pub(crate) use self::{
     create::{DEFAULT_TEMPLATE, check_environment},
     pool::Pool,
     registry::{Registry, locked},
-    site::{Sites, Slots, uids},
+    site::{Sites, Slots, instance_of, uids},
     state::{State, Target},
 };
 pub use self::{

@@ -35,12 +35,12 @@ impl Sandboxes {
         }
         fault::point!("pause.row_writing");
         let now = self.clock.steady_ms();
+        self.tell(entry, EventKind::Paused, None);
         entry.change(|row| {
             row.state = State::Paused;
             hold_ttl(row, now);
         });
         self.write_down(entry).await;
-        self.tell(entry, EventKind::Paused, None);
         Ok(())
     }
 
@@ -49,12 +49,12 @@ impl Sandboxes {
         self.go_on(entry).await?;
         fault::point!("resume.row_writing");
         let now = self.clock.steady_ms();
+        self.tell(entry, EventKind::Resumed, None);
         entry.change(|row| {
             row.state = State::Running;
             release_ttl(row, now);
         });
         self.write_down(entry).await;
-        self.tell(entry, EventKind::Resumed, None);
         Ok(())
     }
 

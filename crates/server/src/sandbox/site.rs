@@ -26,6 +26,11 @@ pub(crate) fn uids(instance: u16) -> RangeInclusive<u32> {
     first..=first + u32::from(SLOTS) - 1
 }
 
+/// Whose machines [`uids`] has this one for.
+pub(crate) fn instance_of(uid: u32) -> Option<u16> {
+    u16::try_from(uid.checked_sub(UIDS_FROM)? / u32::from(SLOTS)).ok()
+}
+
 /// Which slots are taken. A slot is given back when it is dropped.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Slots {

@@ -17,7 +17,7 @@ use super::{Found, Kind, blocking, control_groups};
 use crate::{
     Error,
     instance::{FreeNumber, NUMBERS, claimed, hold_data, number_of, owner_of},
-    sandbox::uids,
+    sandbox::{instance_of, uids},
 };
 
 /// A data directory that was made less than so long ago may be about to be locked.
@@ -36,8 +36,14 @@ pub(super) async fn sweep(found: &mut Found, scratch_places: &[PathBuf]) -> Resu
     let scratch = abandoned(scratch_places);
     let mut networks = instances_on_host().await.map_err(Error::from_start)?;
     let claimed: BTreeSet<u16> = claimed().map_err(Error::from_start)?.into_iter().collect();
-    let numbers: BTreeSet<u16> = claimed.iter().chain(networks.keys()).copied().collect();
     let everybody = *uids(0).start()..=*uids(NUMBERS - 1).end();
+    let groups = {
+        let everybody = everybody.clone();
+        blocking(move || machine::groups_of(&everybody)).await?
+    };
+    let of_groups = groups.iter().filter_map(|uid| instance_of(*uid));
+    let numbers: BTreeSet<u16> =
+        claimed.iter().chain(networks.keys()).copied().chain(of_groups).collect();
     let users = uids_in_use(everybody).map_err(Error::from_start)?;
     for number in numbers {
         let users = users.range(uids(number)).map(|(uid, count)| (*uid, *count)).collect();
@@ -87,8 +93,6 @@ impl Remains {
         let held = FreeNumber::hold(self.number).map_err(Error::from_start)?;
         let Some(held) = held.filter(|_| self.why_dead(scratch).is_some()) else { return Ok(()) };
         let before = found.all.len();
-        let has_processes = |uid: u32| self.users.contains_key(&uid);
-        control_groups(found, uids(self.number), has_processes, why).await?;
         for (uid, count) in &self.users {
             let killed = if found.removes() {
                 kill_all_of(*uid).await.map(drop).map_err(Error::internal)
@@ -97,6 +101,15 @@ impl Remains {
             };
             found.push(Kind::Processes, format!("{count} of uid {uid}"), why, killed);
         }
+        // Those of processes go with them. Whatever is left now goes too: once the claim is gone, nothing names it.
+        let goes_with_processes = |uid| !found.removes() && self.users.contains_key(&uid);
+        let groups = blocking(move || machine::groups_of(&uids(self.number))).await?;
+        control_groups(
+            found,
+            groups.into_iter().filter(|uid| !goes_with_processes(*uid)).collect(),
+            why,
+        )
+        .await?;
         let networks = NetworkConfig {
             instance: self.number,
             policy: machine::network::HostPolicy::default(),

@@ -6,6 +6,7 @@ mod dead;
 mod own;
 
 use std::{
+    collections::BTreeSet,
     fmt,
     path::{Path, PathBuf},
 };
@@ -123,16 +124,8 @@ impl Found {
 }
 
 /// What is left of machines whose processes are gone already; with the others it goes with them.
-async fn control_groups(
-    found: &mut Found,
-    uids: std::ops::RangeInclusive<u32>,
-    is_kept: impl Fn(u32) -> bool,
-    why: &str,
-) -> Result<(), Error> {
-    for uid in blocking(move || machine::groups_of(&uids)).await? {
-        if is_kept(uid) {
-            continue;
-        }
+async fn control_groups(found: &mut Found, uids: BTreeSet<u32>, why: &str) -> Result<(), Error> {
+    for uid in uids {
         let removed = if found.removes() {
             let removed = blocking(move || machine::remove_groups(&(uid..=uid), |_| false)).await?;
             removed.map(drop).map_err(Error::internal)

@@ -120,7 +120,8 @@ async fn machines(
         let slot = u16::try_from(uid - first);
         users.contains_key(&uid) || slot.is_ok_and(|slot| kept.slots.contains(&slot))
     };
-    control_groups(found, uids(number), is_kept, WHY).await?;
+    let groups = blocking(move || machine::groups_of(&uids(number))).await?;
+    control_groups(found, groups.into_iter().filter(|uid| !is_kept(*uid)).collect(), WHY).await?;
     for (uid, count) in users {
         let slot = u16::try_from(uid - first).map_err(Error::internal)?;
         if kept.slots.contains(&slot) {
