@@ -69,7 +69,10 @@ impl Image {
     }
 
     fn make_room(&self) {
-        fs::remove_file(self.mounted.join("filler")).unwrap();
+        let filler = self.mounted.join("filler");
+        // The blocks of a file that is only removed are free some time later, also for the next filling.
+        File::create(&filler).unwrap();
+        fs::remove_file(filler).unwrap();
     }
 
     fn free(&self) -> u64 {
