@@ -15,7 +15,7 @@ use std::{
 };
 
 use api::{CreateSnapshot, SandboxId, SandboxStatus};
-use client::{SandboxFilter, WriteOptions};
+use client::{Method, SandboxFilter, WriteOptions};
 use rustix::process::Signal;
 use tests::{
     End, Footprint, Held, Host, Options, Server, command, failpoints_program, from, patterned,
@@ -31,6 +31,8 @@ suite! {
     every_point_belongs_to_an_operation,
     a_create_that_is_killed_anywhere_leaves_nothing,
     a_create_that_fails_anywhere_leaves_nothing,
+    what_is_asked_for_with_a_key_is_made_once_whatever_is_killed_or_fails,
+    a_command_with_a_key_runs_at_most_once_whatever_is_killed,
     a_command_runs_at_most_once_whatever_is_killed_or_fails,
     a_write_is_whole_or_not_at_all_whatever_is_killed_or_fails,
     a_delete_comes_to_its_end_whatever_is_killed_or_fails,
@@ -40,7 +42,7 @@ suite! {
     soak:
 }
 
-const OPERATIONS: [&str; 10] = [
+const OPERATIONS: [&str; 11] = [
     "create",
     "exec",
     "write",
@@ -51,6 +53,7 @@ const OPERATIONS: [&str; 10] = [
     "resume",
     "hibernate",
     "wake",
+    "keyed",
 ];
 const SETTLED: Duration = Duration::from_secs(60);
 /// A slot that no machine of these tests gets.
@@ -268,6 +271,66 @@ async fn a_create_that_is_killed_anywhere_leaves_nothing(host: Host) {
 
 async fn a_create_that_fails_anywhere_leaves_nothing(host: Host) {
     creates_with(host, Fault::Error).await;
+}
+
+async fn what_is_asked_for_with_a_key_is_made_once_whatever_is_killed_or_fails(host: Host) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    let points = faults_of("keyed").into_iter().chain(faults_of("create"));
+    for (number, (point, fault)) in points.enumerate() {
+        let key = format!("key-{number}");
+        let ask = async |victim: &Victim| {
+            let request = victim.server.request(Method::POST, "/v1/sandboxes").json(&small());
+            request.header("Idempotency-Key", &key).send().await
+        };
+        victim.arm(&point, fault).await;
+        let first = ask(&victim).await;
+        let is_made = first.is_ok_and(|answer| answer.status() == 201);
+        assert!(!is_made, "{point}");
+        victim.is_over(&point, fault).await;
+        let mut made = BTreeSet::new();
+        for _ in 0..2 {
+            let answer = until(&point, SETTLED, async || {
+                let answer = ask(&victim).await.unwrap();
+                (answer.status() != 503 && answer.status() != 507).then_some(answer)
+            });
+            let answer = answer.await;
+            assert_eq!(answer.status(), 201, "{point}");
+            made.insert(answer.json::<api::Sandbox>().await.unwrap().id);
+        }
+        victim.is_sound(&point).await;
+        let listed = victim.server.client().sandboxes(&SandboxFilter::default()).await.unwrap();
+        assert_eq!((made.len(), listed.len()), (1, 2), "{point}: {made:?} {listed:?}");
+        victim.delete_others(&point).await;
+    }
+    host.end(victim.server).await;
+}
+
+async fn a_command_with_a_key_runs_at_most_once_whatever_is_killed(host: Host) {
+    let _room = host.room(1).await;
+    let mut victim = Victim::start().await;
+    for (number, (point, fault)) in faults_of("keyed").into_iter().enumerate() {
+        let (key, ran) = (format!("key-{number}"), format!("/srv/keyed-{number}"));
+        let path = format!("/v1/sandboxes/{}/exec", victim.witness);
+        let ask = async |victim: &Victim| {
+            let request = command(format!("echo ran >> {ran}; echo said"));
+            let request = victim.server.request(Method::POST, &path).json(&request);
+            request.header("Idempotency-Key", &key).send().await
+        };
+        victim.arm(&point, fault).await;
+        let first = ask(&victim).await;
+        assert!(first.is_err() || fault == Fault::Error, "{point}: {first:?}");
+        victim.is_over(&point, fault).await;
+        let status = ask(&victim).await.unwrap().status().as_u16();
+        assert_eq!(ask(&victim).await.unwrap().status(), status, "{point}");
+        let counting = command(format!("cat {ran} 2>/dev/null | wc -l"));
+        let counted = victim.server.client().exec(&victim.witness, &counting).await.unwrap();
+        let times = counted.stdout.trim().parse::<usize>().unwrap();
+        // Told as done only if it was done.
+        assert!(times <= 1 && (times == 1 || status == 409), "{point}: {times} times, {status}");
+        victim.is_sound(&point).await;
+    }
+    host.end(victim.server).await;
 }
 
 async fn a_command_runs_at_most_once_whatever_is_killed_or_fails(host: Host) {

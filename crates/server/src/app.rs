@@ -7,7 +7,7 @@ use crate::{
     buffers::Buffers,
     clock::Clock,
     db::Db,
-    http::{Connections, Rate},
+    http::{Connections, Idempotency, Rate},
     keys::Keys,
     metrics::Metrics,
     sandbox::Sandboxes,
@@ -26,5 +26,6 @@ pub struct App {
     pub db: Db,
     pub buffers: Buffers,
     pub rate: Rate,
+    pub idempotency: Idempotency,
     pub connections: Arc<Connections>,
 }

@@ -2,6 +2,8 @@
 
 use std::{
     collections::HashMap,
+    fmt::Debug,
+    str::FromStr,
     sync::{Arc, PoisonError, RwLock},
     time::Duration,
 };
@@ -11,11 +13,13 @@ use base64::{Engine as _, prelude::BASE64_URL_SAFE_NO_PAD};
 use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 use tokio::{sync::Mutex, time::Instant};
+use uuid::Uuid;
 
 use crate::{
     Error,
     clock::{self, Clock},
     db::{Db, KeyRow},
+    ticket::Ticket,
 };
 
 /// By which a leaked key is recognized as ours.
@@ -38,6 +42,24 @@ type Hash = [u8; 32];
 pub struct Caller {
     pub account: AccountId,
     pub scope: Scope,
+    /// Of a request with an `Idempotency-Key`.
+    pub ticket: Option<Ticket>,
+}
+
+impl Caller {
+    fn new(account: AccountId, scope: Scope) -> Self {
+        Self { account, scope, ticket: None }
+    }
+
+    /// For the so-manieth thing that the request makes.
+    pub(crate) fn new_id<T: FromStr<Err: Debug>>(&self, place: usize) -> T {
+        self.ticket.unwrap_or_else(|| Ticket::new(Uuid::new_v4(), false)).id(place)
+    }
+
+    /// What the request makes may be there already, under [`Caller::new_id`].
+    pub(crate) fn asks_again(&self) -> bool {
+        self.ticket.is_some_and(|ticket| ticket.again)
+    }
 }
 
 pub struct Keys {
@@ -98,7 +120,7 @@ impl Keys {
     pub async fn verify(&self, key: &str) -> Result<Caller, Error> {
         let hash = hash(key);
         if self.fixed.is_some_and(|fixed| bool::from(fixed.ct_eq(&hash))) {
-            return Ok(Caller { account: AccountId::default_account(), scope: Scope::Full });
+            return Ok(Caller::new(AccountId::default_account(), Scope::Full));
         }
         let known = self.fresh().await?;
         let key = known.find(&hash).ok_or_else(unauthenticated)?;
@@ -114,6 +136,30 @@ impl Keys {
     /// # Errors
     /// 400 names the bad field.
     pub async fn create(&self, account: &AccountId, request: CreateKey) -> Result<NewKey, Error> {
+        self.create_as(KeyId::random(), account, request).await
+    }
+
+    /// # Errors
+    /// 400 names the bad field.
+    pub(crate) async fn create_for(
+        &self,
+        caller: &Caller,
+        request: CreateKey,
+    ) -> Result<NewKey, Error> {
+        let id: KeyId = caller.new_id(0);
+        if caller.asks_again() {
+            // Shown to nobody.
+            self.db.delete_keys(&caller.account, id.as_str()).await?;
+        }
+        self.create_as(id, &caller.account, request).await
+    }
+
+    async fn create_as(
+        &self,
+        id: KeyId,
+        account: &AccountId,
+        request: CreateKey,
+    ) -> Result<NewKey, Error> {
         let label = request.label.unwrap_or_default();
         if label.len() > LONGEST_LABEL || label.chars().any(char::is_control) {
             return Err(Error::invalid(
@@ -135,7 +181,7 @@ impl Keys {
         let token =
             format!("{MARK}{}", BASE64_URL_SAFE_NO_PAD.encode(rand::random::<[u8; SECRET]>()));
         let row = KeyRow {
-            id: KeyId::random(),
+            id,
             account: account.clone(),
             label,
             prefix: token[..PREFIX].to_owned(),
@@ -221,7 +267,7 @@ impl Known {
                 return Err(Error::internal(format!("the hash of key {} is unreadable", row.id)));
             };
             let key = KnownKey {
-                caller: Caller { account: row.account, scope: row.scope },
+                caller: Caller::new(row.account, row.scope),
                 expires_at: row.expires_at,
             };
             keys.entry(start(&hash)).or_default().push((hash, key));
@@ -309,7 +355,7 @@ mod tests {
         assert!(new.token.starts_with(&new.key.prefix) && new.token.len() >= 4 + 43);
         assert_eq!(
             keys.verify(&new.token).await.unwrap(),
-            Caller { account: account.clone(), scope: Scope::Read }
+            Caller::new(account.clone(), Scope::Read)
         );
         assert!(is_refused(&keys, &new.token[..new.token.len() - 1]).await);
         assert_eq!(keys.list(&account).await.unwrap().len(), 1);

@@ -20,6 +20,7 @@ pub mod sandbox;
 mod shared_work;
 pub mod sweep;
 pub mod template;
+mod ticket;
 pub mod volume;
 
 pub use agent_binary::AGENT;

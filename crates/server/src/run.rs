@@ -16,7 +16,7 @@ use crate::{
     buffers::Buffers,
     clock::Clock,
     db::Db,
-    http::{Connections, Rate},
+    http::{Connections, Idempotency, Rate},
     instance::Instance,
     keys::Keys,
     metrics::Metrics,
@@ -86,6 +86,7 @@ pub async fn run(
     let app = Arc::new(App {
         buffers: Buffers::new(config.capacity.buffer_bytes),
         rate: Rate::new(config.capacity.rate_limit),
+        idempotency: Idempotency::default(),
         connections: Connections::new(config.capacity.most_connections.min(open_files() / 2)),
         config,
         clock: ground.clock.clone(),
@@ -107,9 +108,11 @@ pub async fn run(
         ground.sites.layout.clone(),
         ground.clock.clone(),
     ));
+    let prune = tokio::spawn(crate::http::prune(ground.db.clone(), ground.clock.clone()));
     ready(address, first_key);
     crate::http::serve(app, listener, shutdown).await;
     warm_up.abort();
+    prune.abort();
     sweep.abort();
     sandboxes.close().await;
     ground.close(&sandboxes.slots()).await

@@ -1,6 +1,7 @@
 //! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
 
 mod events;
+mod keyed;
 mod keys;
 mod sandboxes;
 mod snapshots;
@@ -21,6 +22,7 @@ use sqlx::{
 
 pub(crate) use self::{
     events::EventRow,
+    keyed::KeyedRow,
     keys::KeyRow,
     sandboxes::SandboxRow,
     snapshots::SnapshotRow,
@@ -34,6 +36,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (1, "foundation", include_str!("migrations/0001_foundation.sql")),
     (2, "network", include_str!("migrations/0002_network.sql")),
     (3, "state", include_str!("migrations/0003_state.sql")),
+    (6, "accounts", include_str!("migrations/0006_accounts.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

@@ -33,6 +33,10 @@ pub(super) struct Refusal {
 }
 
 impl Refusal {
+    pub(super) fn parts(&self) -> (&Error, &Map<String, Value>) {
+        (&self.error, &self.more)
+    }
+
     /// With fields beside the error's own.
     pub(super) fn with(error: Error, more: Map<String, Value>) -> Response {
         let mut response = StatusCode::from_u16(error.code.status())

@@ -18,7 +18,7 @@ pub(super) async fn fork(
     Id(id): Id,
     Input(request): Input<Fork>,
 ) -> Result<Output<Forked>, Error> {
-    Ok(Output(StatusCode::CREATED, app.sandboxes.fork(&caller.account, &id, request).await?))
+    Ok(Output(StatusCode::CREATED, app.sandboxes.fork(&caller, &id, request).await?))
 }
 
 /// Children that know each other as one tree, for a search of which one is promoted in the end.
@@ -30,7 +30,7 @@ pub(super) async fn fork_tree(
     Id(id): Id,
     Input(request): Input<ForkTree>,
 ) -> Result<Output<ForkedTree>, Error> {
-    Ok(Output(StatusCode::CREATED, app.sandboxes.fork_tree(&caller.account, &id, request).await?))
+    Ok(Output(StatusCode::CREATED, app.sandboxes.fork_tree(&caller, &id, request).await?))
 }
 
 /// Takes a child out of its tree; with `cleanup_siblings` the others are deleted.

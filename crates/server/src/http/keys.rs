@@ -3,10 +3,16 @@
 use std::sync::Arc;
 
 use api::{CreateKey, Key, Me, NewKey};
-use axum::{extract::State, response::IntoResponse};
+use axum::{
+    extract::State,
+    response::{IntoResponse, Response},
+};
 use http::StatusCode;
 
-use super::body::{Input, Named, Output, ok};
+use super::{
+    body::{Input, Named, Output, ok},
+    idempotency::ShownOnce,
+};
 use crate::{App, Error, keys::Caller};
 
 /// Whose key this is.
@@ -30,8 +36,11 @@ pub(super) async fn create(
     State(app): State<Arc<App>>,
     caller: Caller,
     Input(request): Input<CreateKey>,
-) -> Result<Output<NewKey>, Error> {
-    Ok(Output(StatusCode::CREATED, app.keys.create(&caller.account, request).await?))
+) -> Result<Response, Error> {
+    let new = app.keys.create_for(&caller, request).await?;
+    let mut response = Output(StatusCode::CREATED, new).into_response();
+    response.extensions_mut().insert(ShownOnce);
+    Ok(response)
 }
 
 /// From now on the key is refused.

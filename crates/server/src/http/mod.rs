@@ -11,6 +11,7 @@ mod fields;
 mod files;
 mod forks;
 mod held;
+mod idempotency;
 mod keys;
 mod logs;
 mod networks;
@@ -41,7 +42,8 @@ use utoipa_axum::{
 };
 
 use self::access::Access;
-pub use self::{connections::Connections, rate::Rate, server::serve};
+pub(crate) use self::idempotency::prune;
+pub use self::{connections::Connections, idempotency::Idempotency, rate::Rate, server::serve};
 use crate::{App, Error};
 
 /// Every route, and who may use it.
@@ -161,8 +163,10 @@ fn router(app: &Arc<App>) -> Router {
     let mut router = Router::new();
     for (access, (_, paths, methods)) in routes() {
         let guard = middleware::from_fn_with_state((Arc::clone(app), access), access::admit);
+        let once = middleware::from_fn_with_state(Arc::clone(app), idempotency::once);
         for path in paths.paths.keys() {
-            router = router.route(path, methods.clone().route_layer(guard.clone()));
+            let methods = methods.clone().route_layer(once.clone());
+            router = router.route(path, methods.route_layer(guard.clone()));
         }
     }
     router

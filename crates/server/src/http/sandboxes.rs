@@ -26,7 +26,7 @@ pub(super) async fn create(
     Input(request): Input<CreateSandbox>,
 ) -> Result<Output<Sandbox>, Error> {
     let timer = app.metrics.creates.start_timer();
-    let sandbox = app.sandboxes.create(&caller.account, request).await;
+    let sandbox = app.sandboxes.create(&caller, request).await;
     match sandbox {
         Ok(sandbox) => {
             timer.observe_duration();

@@ -21,7 +21,7 @@ pub(super) async fn create(
     Id(id): Id,
     Input(request): Input<CreateSnapshot>,
 ) -> Result<Output<Snapshot>, Error> {
-    let snapshot = app.sandboxes.snapshot(&caller.account, &id, request.name).await?;
+    let snapshot = app.sandboxes.snapshot(&caller, &id, request.name).await?;
     Ok(Output(StatusCode::CREATED, snapshot))
 }
 

@@ -105,7 +105,7 @@ pub(super) async fn build(
         urlencoded_form(&Query::parse(&text))?
     };
     let (name, source, rootfs) = source_of(form)?;
-    let build = app.templates.start_build(&caller.account, name, source).await?;
+    let build = app.templates.start_build(&caller, name, source).await?;
     if let Some(rootfs) = rootfs {
         // The build has it now, and removes it.
         rootfs.keep().map_err(Error::internal)?;

@@ -20,7 +20,7 @@ pub(super) async fn create(
     Input(request): Input<CreateVolume>,
 ) -> Response {
     let by_gb = request.size_gb.is_some();
-    match app.sandboxes.create_volume(&caller.account, request).await {
+    match app.sandboxes.create_volume(&caller, request).await {
         Ok(volume) => Output(StatusCode::CREATED, volume).into_response(),
         Err(error) => {
             // The client that speaks of GB takes a 429 for a reason to try again.
@@ -61,7 +61,7 @@ pub(super) async fn update(
     Named(id): Named,
     Input(request): Input<UpdateVolume>,
 ) -> Result<Output<Volume>, Error> {
-    Ok(ok(app.sandboxes.grow_volume(&caller.account, &id, request).await?))
+    Ok(ok(app.sandboxes.grow_volume(&caller, &id, request).await?))
 }
 
 /// For ever. Not while it is attached.

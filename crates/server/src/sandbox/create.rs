@@ -20,6 +20,7 @@ use super::{
 use crate::{
     Error,
     db::{AttachmentRow, SandboxRow},
+    keys::Caller,
 };
 
 pub(crate) const DEFAULT_TEMPLATE: &str = "base";
@@ -124,7 +125,7 @@ async fn check_fits(template: &Template, disk_mb: u64) -> Result<(), Error> {
 /// A sandbox that is still to be made: everything has been checked.
 pub(super) struct Draft {
     pub(super) id: SandboxId,
-    pub(super) account: AccountId,
+    pub(super) caller: Caller,
     pub(super) template: TemplateName,
     pub(super) saved: Arc<SavedMachine>,
     pub(super) cpu: u32,
@@ -148,10 +149,16 @@ impl Sandboxes {
     /// time to try again: nothing was created.
     pub async fn create(
         self: &Arc<Self>,
-        account: &AccountId,
+        caller: &Caller,
         request: CreateSandbox,
     ) -> Result<Sandbox, Error> {
-        let began = Instant::now();
+        let (began, account) = (Instant::now(), &caller.account);
+        let id = caller.new_id(0);
+        if caller.asks_again()
+            && let Some(made) = self.made_before(account, &id).await?
+        {
+            return Ok(made);
+        }
         let network = network::updated(
             NetworkPolicy::default(),
             request.network.clone().map(Into::into).unwrap_or_default(),
@@ -164,7 +171,7 @@ impl Sandboxes {
         let environment = request.env.clone().unwrap_or_default();
         check_environment(&environment)?;
         // Before anything is waited for.
-        let (id, volumes) = (SandboxId::random(), request.volumes.as_deref().unwrap_or_default());
+        let volumes = request.volumes.as_deref().unwrap_or_default();
         let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
         let origin = match request.from_snapshot.as_deref() {
@@ -173,7 +180,7 @@ impl Sandboxes {
         };
         let draft = Draft {
             id,
-            account: account.clone(),
+            caller: caller.clone(),
             template: origin.template,
             saved: origin.saved,
             cpu: origin.cpu,
@@ -267,7 +274,7 @@ impl Sandboxes {
         let admitted = self.admit(need, BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
         let row = SandboxRow {
             id: draft.id,
-            account: draft.account,
+            account: draft.caller.account,
             template: draft.template,
             bake: saved.key.clone(),
             from_snapshot: draft.from_snapshot,

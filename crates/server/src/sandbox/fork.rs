@@ -10,33 +10,56 @@ use tokio::time::Instant;
 
 use super::{
     Sandboxes,
+    again::tree_of,
     create::{Draft, check_metadata, ttl_of},
     registry::Entry,
 };
-use crate::Error;
+use crate::{Error, keys::Caller};
 
 const MOST_CHILDREN: u32 = 16;
 /// In a child's metadata: which tree it is of.
-const TREE: &str = "fork_tree_id";
+pub(super) const TREE: &str = "fork_tree_id";
 const PARENT: &str = "fork_parent_id";
 /// In a tree's metadata: its children's time to live, in seconds.
 const EXPLORE_TTL: &str = "explore_ttl";
+
+/// Of what a fork makes.
+struct Ids {
+    snapshot: SnapshotId,
+    children: Vec<SandboxId>,
+}
+
+impl Ids {
+    fn new(caller: &Caller, count: u32) -> Result<Self, Error> {
+        if !(1..=MOST_CHILDREN).contains(&count) {
+            return Err(Error::invalid(format!("`count` must be between 1 and {MOST_CHILDREN}")));
+        }
+        let children = (1..=count as usize).map(|place| caller.new_id(place)).collect();
+        Ok(Self { snapshot: caller.new_id(0), children })
+    }
+}
 
 impl Sandboxes {
     /// # Errors
     /// As for a create; all children or none.
     pub async fn fork(
         self: &Arc<Self>,
-        account: &AccountId,
+        caller: &Caller,
         id: &SandboxId,
         request: Fork,
     ) -> Result<Forked, Error> {
-        let parent = self.registry.find(account, id)?;
         let count = request.count.unwrap_or(1);
         let metadata = request.metadata.unwrap_or_default();
-        let (snapshot, children) = self.branch(&parent, count, metadata, None).await?;
+        let ids = Ids::new(caller, count)?;
+        let children = match self.branched_before(caller, &ids).await? {
+            Some(children) => children,
+            None => {
+                let parent = self.registry.find(&caller.account, id)?;
+                self.branch(caller, &parent, &ids, metadata, None).await?
+            }
+        };
         // They hold what they need of it.
-        self.remove_snapshot(&snapshot).await?;
+        self.remove_snapshot(&ids.snapshot).await?;
         let Some(first) = children.first().cloned() else {
             return Err(Error::internal("a fork without children"));
         };
@@ -47,29 +70,42 @@ impl Sandboxes {
     /// As for a create; all children or none.
     pub async fn fork_tree(
         self: &Arc<Self>,
-        account: &AccountId,
+        caller: &Caller,
         id: &SandboxId,
         request: ForkTree,
     ) -> Result<ForkedTree, Error> {
-        let parent = self.registry.find(account, id)?;
+        let ids = Ids::new(caller, request.count)?;
+        if let Some(children) = self.branched_before(caller, &ids).await? {
+            return Ok(tree_of(id, ids.snapshot, children));
+        }
+        let parent = self.registry.find(&caller.account, id)?;
         let tree_id = uuid::Uuid::new_v4().to_string();
         let metadata = request.metadata.unwrap_or_default();
-        let (snapshot_id, children) =
-            self.branch(&parent, request.count, metadata, Some(tree_id.clone())).await?;
-        Ok(ForkedTree { tree_id, parent_id: *id, snapshot_id, children })
+        let children = self.branch(caller, &parent, &ids, metadata, Some(tree_id.clone())).await?;
+        Ok(ForkedTree { tree_id, parent_id: *id, snapshot_id: ids.snapshot, children })
+    }
+
+    /// By a server that ended before it answered.
+    async fn branched_before(
+        self: &Arc<Self>,
+        caller: &Caller,
+        ids: &Ids,
+    ) -> Result<Option<Vec<Sandbox>>, Error> {
+        if !caller.asks_again() {
+            return Ok(None);
+        }
+        self.children_made_before(caller, &ids.snapshot, &ids.children).await
     }
 
     async fn branch(
         self: &Arc<Self>,
+        caller: &Caller,
         parent: &Arc<Entry>,
-        count: u32,
+        ids: &Ids,
         added: BTreeMap<String, String>,
         tree: Option<String>,
-    ) -> Result<(SnapshotId, Vec<Sandbox>), Error> {
+    ) -> Result<Vec<Sandbox>, Error> {
         let began = Instant::now();
-        if !(1..=MOST_CHILDREN).contains(&count) {
-            return Err(Error::invalid(format!("`count` must be between 1 and {MOST_CHILDREN}")));
-        }
         let explore_ttl = match added.get(EXPLORE_TTL) {
             Some(text) => {
                 let seconds = text.parse().map_err(|_| {
@@ -80,8 +116,7 @@ impl Sandboxes {
             None => None,
         };
         let parent_row = parent.row();
-        let (mut metadata, ttl, account) =
-            (parent_row.metadata, parent_row.ttl_seconds, parent_row.account);
+        let (mut metadata, ttl) = (parent_row.metadata, parent_row.ttl_seconds);
         // Of an earlier fork.
         metadata.remove(TREE);
         metadata.extend(added);
@@ -89,10 +124,10 @@ impl Sandboxes {
         metadata.extend(tree.iter().map(|tree| (TREE.to_owned(), tree.clone())));
         check_metadata(&metadata)?;
 
-        let snapshot = self.take_snapshot(parent, String::new(), tree).await?;
-        let children = self.children(&snapshot.id, &account, count, |saved_row, saved| Draft {
-            id: SandboxId::random(),
-            account: account.clone(),
+        let snapshot = self.take_snapshot(parent, ids.snapshot, String::new(), tree).await?;
+        let children = self.children(ids, &caller.account, |id, saved_row, saved| Draft {
+            id,
+            caller: caller.clone(),
             template: saved_row.template.clone(),
             saved,
             cpu: saved_row.cpu,
@@ -109,8 +144,9 @@ impl Sandboxes {
         });
         match children.await {
             Ok(children) => {
+                let count = ids.children.len();
                 self.tell(parent, EventKind::Forked, Some(format!("{count} children")));
-                Ok((snapshot.id, children))
+                Ok(children)
             }
             Err(error) => {
                 self.remove_snapshot(&snapshot.id).await?;
@@ -122,13 +158,12 @@ impl Sandboxes {
     /// Side by side from one image. When one cannot be had, none is.
     async fn children(
         self: &Arc<Self>,
-        snapshot: &SnapshotId,
+        ids: &Ids,
         account: &AccountId,
-        count: u32,
-        draft: impl Fn(&crate::db::SnapshotRow, Arc<super::saved::SavedMachine>) -> Draft,
+        draft: impl Fn(SandboxId, &crate::db::SnapshotRow, Arc<super::saved::SavedMachine>) -> Draft,
     ) -> Result<Vec<Sandbox>, Error> {
-        let (row, saved) = self.saved_snapshot(account, snapshot).await?;
-        let drafts = (0..count).map(|_| draft(&row, Arc::clone(&saved)));
+        let (row, saved) = self.saved_snapshot(account, &ids.snapshot).await?;
+        let drafts = ids.children.iter().map(|id| draft(*id, &row, Arc::clone(&saved)));
         let made = futures::future::join_all(drafts.map(|draft| self.create_draft(draft))).await;
         let (mut children, mut failure) = (Vec::new(), None);
         for outcome in made {

@@ -3,6 +3,7 @@
 //! A request only sets a row's target; the sandbox's own driver takes the steps. The rules are in [`state`].
 
 mod admission;
+mod again;
 mod bake;
 mod capacity;
 mod create;

@@ -14,7 +14,7 @@ use super::{
     saved::{SavedMachine, snapshot_key},
     state::{State, Wish},
 };
-use crate::{Error, blocking::blocking, clock, db::SnapshotRow};
+use crate::{Error, blocking::blocking, clock, db::SnapshotRow, keys::Caller};
 
 /// Whoever else does something to the machine ends within its own deadlines.
 const TURN: Duration = Duration::from_secs(25);
@@ -28,7 +28,7 @@ impl Sandboxes {
     /// without room.
     pub async fn snapshot(
         self: &Arc<Self>,
-        account: &AccountId,
+        caller: &Caller,
         id: &SandboxId,
         name: Option<String>,
     ) -> Result<Snapshot, Error> {
@@ -38,8 +38,14 @@ impl Sandboxes {
                 "`name` must have at most {LONGEST_NAME} bytes, without NUL"
             )));
         }
-        let entry = self.registry.find(account, id)?;
-        let row = self.take_snapshot(&entry, name, None).await?;
+        let new = caller.new_id(0);
+        if caller.asks_again()
+            && let Some(row) = self.db.snapshot(&caller.account, &new).await?
+        {
+            return self.shown_snapshot(row).await;
+        }
+        let entry = self.registry.find(&caller.account, id)?;
+        let row = self.take_snapshot(&entry, new, name, None).await?;
         self.tell(&entry, EventKind::Snapshotted, Some(row.id.to_string()));
         self.shown_snapshot(row).await
     }
@@ -48,6 +54,7 @@ impl Sandboxes {
     pub(super) async fn take_snapshot(
         self: &Arc<Self>,
         entry: &Arc<Entry>,
+        id: SnapshotId,
         name: String,
         tree: Option<String>,
     ) -> Result<SnapshotRow, Error> {
@@ -67,7 +74,7 @@ impl Sandboxes {
                 )
             })?;
             entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
-            sandboxes.snapshot_in_turn(&entry, name, tree, &turn).await
+            sandboxes.snapshot_in_turn(&entry, id, name, tree, &turn).await
         });
         task.await.map_err(Error::internal)?
     }
@@ -75,6 +82,7 @@ impl Sandboxes {
     async fn snapshot_in_turn(
         &self,
         entry: &Entry,
+        id: SnapshotId,
         name: String,
         tree: Option<String>,
         _turn: &MutexGuard<'_, ()>,
@@ -82,7 +90,7 @@ impl Sandboxes {
         // Before anything is unmounted for it.
         self.admit_bytes(0)?;
         let row = entry.look(|row| SnapshotRow {
-            id: SnapshotId::random(),
+            id,
             account: row.account.clone(),
             sandbox: row.id,
             template: row.template.clone(),

@@ -16,7 +16,7 @@ use super::{
     registry::{self, Entry, locked},
     state::{State, Wish},
 };
-use crate::{Error, blocking::blocking, db::AttachmentRow, volume::Growth};
+use crate::{Error, blocking::blocking, db::AttachmentRow, keys::Caller, volume::Growth};
 
 /// Processes that hold a volume are asked to end, then ended.
 const RELEASE_GRACE_MS: u32 = 500;
@@ -225,21 +225,22 @@ impl Sandboxes {
     /// room.
     pub async fn create_volume(
         &self,
-        account: &AccountId,
+        caller: &Caller,
         request: CreateVolume,
     ) -> Result<Volume, Error> {
         self.admit_bytes(0)?;
-        self.volumes.create(account, request).await
+        self.volumes.create(caller, request).await
     }
 
     /// # Errors
     /// 400 for less than it has; 409 where its file system cannot be told.
     pub async fn grow_volume(
         &self,
-        account: &AccountId,
+        caller: &Caller,
         id_or_name: &str,
         request: UpdateVolume,
     ) -> Result<Volume, Error> {
+        let account = &caller.account;
         let (held, bytes) = match self.volumes.grow(account, id_or_name, &request).await? {
             Growth::Done(volume) => return Ok(volume),
             Growth::Attached { held, bytes } => (held, bytes),

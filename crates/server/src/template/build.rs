@@ -12,12 +12,14 @@ use store::{
     template::Size,
 };
 use tokio::sync::{Semaphore, watch};
+use uuid::Uuid;
 
 use super::Templates;
 use crate::{
     Error, clock,
     db::{BuildRow, TemplateRow},
     error::chain,
+    keys::Caller,
 };
 
 /// Lines kept of one build.
@@ -113,10 +115,16 @@ impl Templates {
     /// 400 for a broken recipe, 409 for a built-in's name, 503 when too many builds wait already.
     pub async fn start_build(
         self: &Arc<Self>,
-        account: &AccountId,
+        caller: &Caller,
         name: TemplateName,
         source: BuildSource,
     ) -> Result<Build, Error> {
+        let (account, id) = (&caller.account, caller.new_id::<Uuid>(0).to_string());
+        if caller.asks_again()
+            && let Some(begun) = self.db.build(account, &id).await?
+        {
+            return Ok(show(&begun));
+        }
         if self.find_built_in(&name).is_some() {
             return Err(Error::conflict(format!(
                 "`name`: template `{name}` is built in; choose another name"
@@ -135,7 +143,7 @@ impl Templates {
             Error::busy("too many template builds wait already; try again when one has ended", 30)
         })?;
         let row = BuildRow {
-            id: uuid::Uuid::new_v4().to_string(),
+            id,
             account: account.clone(),
             name,
             status: BuildStatus::Queued,

@@ -76,7 +76,7 @@ fn methods(item: &PathItem) -> Vec<&'static str> {
 }
 
 /// Every route there is, from the document that is generated from them.
-fn all_routes() -> Vec<(&'static str, String)> {
+pub(super) fn all_routes() -> Vec<(&'static str, String)> {
     let document = super::super::openapi();
     document
         .paths

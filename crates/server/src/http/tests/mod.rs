@@ -4,6 +4,7 @@ mod access;
 mod clock;
 mod execs;
 mod files;
+mod idempotency;
 mod limits;
 
 use std::{
@@ -25,7 +26,7 @@ use crate::{
     clock::Clock,
     config::Capacity,
     db::{Db, testing},
-    http::{Connections, Rate},
+    http::{Connections, Idempotency, Rate},
     keys::Keys,
     metrics::Metrics,
     sandbox::Sandboxes,
@@ -91,6 +92,7 @@ impl Server {
         let app = Arc::new(App {
             buffers: Buffers::new(config.capacity.buffer_bytes),
             rate: Rate::new(config.capacity.rate_limit),
+            idempotency: Idempotency::default(),
             connections: Connections::new(config.capacity.most_connections),
             config,
             clock,
