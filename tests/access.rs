@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 49] = [
+const ROUTES: [(&str, &str, Gate); 54] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -81,6 +81,11 @@ const ROUTES: [(&str, &str, Gate); 49] = [
     ("post", "/v1/sandboxes/{id}/exec", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec/stream", Gate::Full),
     ("get", "/v1/sandboxes/{id}/logs", Gate::Read),
+    ("post", "/v1/machines/{id}/execs", Gate::Full),
+    ("get", "/v1/machines/{id}/execs", Gate::Read),
+    ("get", "/v1/machines/{id}/execs/{exec_id}", Gate::Read),
+    ("delete", "/v1/machines/{id}/execs/{exec_id}", Gate::Full),
+    ("get", "/v1/machines/{id}/execs/{exec_id}/output", Gate::Read),
     ("get", "/v1/sandboxes/{id}/fs", Gate::Read),
     ("put", "/v1/sandboxes/{id}/fs", Gate::Full),
     ("delete", "/v1/sandboxes/{id}/fs", Gate::Full),
@@ -110,6 +115,9 @@ fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuild
         ("post", "/v1/templates/build") => request
             .header("content-type", "application/x-www-form-urlencoded")
             .body("name=smuggled&recipe=from%3D%22base%22"),
+        ("post", "/v1/machines/{id}/execs") => {
+            request.json(&json!({"exec_id": "smuggled", "script": "touch /root/smuggled"}))
+        }
         ("post", _) => request.json(&json!({"cmd": "touch /root/smuggled"})),
         ("put", _) => request.body("smuggled"),
         _ => request,
@@ -192,7 +200,7 @@ async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
                 assert_eq!(answer.refusal(), (403, "forbidden".to_owned()), "{method} {route}")
             }
             Gate::Open | Gate::Read
-                if ["/builds/", "/snapshots/{", "/volumes/{"]
+                if ["/builds/", "/snapshots/{", "/volumes/{", "/execs/{"]
                     .iter()
                     .any(|part| route.contains(part)) =>
             {

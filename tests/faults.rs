@@ -45,6 +45,7 @@ suite! {
 const OPERATIONS: [&str; 11] = [
     "create",
     "exec",
+    "execs",
     "write",
     "delete",
     "sweep",

@@ -386,14 +386,14 @@ async fn routes_of_a_sandbox(server: &Server, id: &str) -> Vec<(Method, String)>
     let document = server.get("/openapi.json").await.json();
     let mut routes = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
-        if !path.starts_with("/v1/sandboxes/{id}") {
+        if !path.starts_with("/v1/sandboxes/{id}") && !path.starts_with("/v1/machines/{id}") {
             continue;
         }
         for method in ["get", "put", "post", "delete", "patch"]
             .into_iter()
             .filter(|method| item.get(method).is_some())
         {
-            let path = path.replace("{id}", id);
+            let path = path.replace("{id}", id).replace("{exec_id}", "e");
             let query = if path.contains("/fs") { "?path=/etc/hostname" } else { "" };
             routes.push((method.to_uppercase().parse().unwrap(), format!("{path}{query}")));
         }
@@ -408,6 +408,8 @@ async fn all_are_404(server: &Server, id: &str) {
             json!({"ttl_seconds": 60})
         } else if route.ends_with("/network") {
             json!({"egress": "none"})
+        } else if route.ends_with("/execs") {
+            json!({"exec_id": "e", "script": "true"})
         } else {
             json!({"cmd": "true"})
         };

@@ -18,7 +18,9 @@ pub use error::{ErrorBody, ErrorCode};
 pub use event::{
     CpuMetrics, DiskMetrics, Event, EventKind, EventList, MemoryMetrics, Metrics, NetworkMetrics,
 };
-pub use exec::{ExecRequest, ExecResult};
+pub use exec::{
+    Exec, ExecList, ExecOutput, ExecRequest, ExecResult, ExecState, ExecStream, StartExec,
+};
 pub use file::{DirListing, FileEntry, FileKind, FileWritten};
 pub use fork::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
 pub use id::{

@@ -1,9 +1,9 @@
 //! The settings of a server that say how much of its host it uses.
 
-use std::num::NonZeroU32;
+use std::{num::NonZeroU32, time::Duration};
 
 use clap::Args;
-use server::Capacity;
+use server::{Capacity, sandbox::ExecLimits};
 
 const MIB: u64 = 1 << 20;
 /// A host has no more slots, and some are for machines that stand ready.
@@ -40,9 +40,35 @@ pub(crate) struct Limits {
     /// Requests a second with one key, twice as many in a burst [default: without a limit]
     #[arg(long, env = "ATOLL_RATE_LIMIT", value_name = "REQUESTS")]
     rate_limit: Option<NonZeroU32>,
+    /// Commands that may run at once in a sandbox
+    #[arg(long, env = "ATOLL_MOST_EXECS", value_name = "COUNT", default_value_t = 512, value_parser = clap::value_parser!(u64).range(1..=900))]
+    most_execs: u64,
+    /// What is kept of each of a command's two streams, in MiB; more is counted only
+    #[arg(long, env = "ATOLL_EXEC_OUTPUT", value_name = "MIB", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..=65_536))]
+    exec_output: u64,
+    /// What is kept of the output of all commands of a sandbox, in MiB; the oldest goes
+    #[arg(long, env = "ATOLL_EXEC_OUTPUT_TOTAL", value_name = "MIB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..=1_048_576))]
+    exec_output_total: u64,
+    /// Ended commands of which a sandbox keeps record and output; the oldest go
+    #[arg(long, env = "ATOLL_EXECS_KEPT", value_name = "COUNT", default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    execs_kept: u64,
+    /// How long they are kept, in seconds [default: a week]
+    #[arg(long, env = "ATOLL_EXECS_KEPT_FOR", value_name = "SECONDS", default_value_t = 604_800, hide_default_value = true, value_parser = clap::value_parser!(u64).range(1..=315_360_000))]
+    execs_kept_for: u64,
 }
 
 impl Limits {
+    pub(crate) fn execs(&self) -> ExecLimits {
+        let count = |number| usize::try_from(number).unwrap_or(usize::MAX);
+        ExecLimits {
+            output_bytes: self.exec_output.saturating_mul(MIB),
+            total_output_bytes: self.exec_output_total.saturating_mul(MIB),
+            running: count(self.most_execs),
+            kept: count(self.execs_kept),
+            kept_for: Duration::from_secs(self.execs_kept_for),
+        }
+    }
+
     pub(crate) fn capacity(&self) -> Capacity {
         let count = |number| usize::try_from(number).unwrap_or(usize::MAX);
         Capacity {
@@ -82,6 +108,8 @@ mod tests {
     #[test]
     fn the_options_defaults_are_those_of_the_server() {
         assert_eq!(format!("{:?}", parsed(&[]).unwrap()), format!("{:?}", Capacity::default()));
+        let execs = <Server as clap::Parser>::parse_from(["server"]).limits.execs();
+        assert_eq!(format!("{execs:?}"), format!("{:?}", ExecLimits::default()));
     }
 
     #[test]

@@ -87,6 +87,7 @@ impl Settings {
                 largest_mb: self.largest_volume,
                 total_mb: self.volumes_total,
             },
+            execs: self.limits.execs(),
         })
     }
 

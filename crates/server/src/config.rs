@@ -4,7 +4,10 @@ use std::{net::SocketAddr, num::NonZeroU32, path::PathBuf, time::Duration};
 
 use machine::network::HostPolicy;
 
-use crate::{sandbox::Limits, volume::VolumeLimits};
+use crate::{
+    sandbox::{ExecLimits, Limits},
+    volume::VolumeLimits,
+};
 
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -27,6 +30,7 @@ pub struct Config {
     pub ready_machines: usize,
     pub capacity: Capacity,
     pub volumes: VolumeLimits,
+    pub execs: ExecLimits,
 }
 
 /// How much of the host may be used, and how much of the server by one client.
@@ -89,6 +93,7 @@ impl Config {
             ready_machines: 0,
             capacity: Capacity::default(),
             volumes: VolumeLimits { most: 8, largest_mb: 1024, total_mb: None },
+            execs: ExecLimits::default(),
         }
     }
 

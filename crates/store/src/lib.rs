@@ -11,6 +11,7 @@ mod debian;
 pub mod digest;
 mod draft;
 mod error;
+pub mod exec_output;
 pub mod ext4;
 mod extents;
 pub mod initramfs;

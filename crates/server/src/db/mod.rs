@@ -1,6 +1,7 @@
 //! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
 
 mod events;
+mod execs;
 mod keyed;
 mod keys;
 mod sandboxes;
@@ -22,6 +23,7 @@ use sqlx::{
 
 pub(crate) use self::{
     events::EventRow,
+    execs::{ExecPlace, ExecRow, ExecSum, ShortOutput},
     keyed::KeyedRow,
     keys::KeyRow,
     sandboxes::SandboxRow,
@@ -36,6 +38,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (1, "foundation", include_str!("migrations/0001_foundation.sql")),
     (2, "network", include_str!("migrations/0002_network.sql")),
     (3, "state", include_str!("migrations/0003_state.sql")),
+    (4, "execs", include_str!("migrations/0004_execs.sql")),
     (6, "accounts", include_str!("migrations/0006_accounts.sql")),
 ];
 

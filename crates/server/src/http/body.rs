@@ -137,9 +137,29 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
         let Named(id) = Named::from_request_parts(parts, state).await?;
-        id.parse().map(Self).map_err(|_| {
-            Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
-        })
+        parse_id(&id).map(Self)
+    }
+}
+
+fn parse_id(id: &str) -> Result<SandboxId, Error> {
+    id.parse().map_err(|_| {
+        Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
+    })
+}
+
+/// The `{id}` of a machine, and what names something in it.
+pub(super) struct InMachine(pub(super) SandboxId, pub(super) String);
+
+impl<S: Send + Sync> FromRequestParts<S> for InMachine {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
+        let params = RawPathParams::from_request_parts(parts, state).await.ok();
+        let mut names = params.iter().flatten().map(|(_, value)| value);
+        match (names.next(), names.next()) {
+            (Some(id), Some(name)) => Ok(Self(parse_id(id)?, name.to_owned())),
+            _ => Err(Error::not_found("there is nothing with this name: it is not UTF-8")),
+        }
     }
 }
 

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use api::ExecStream;
 use axum::{
     extract::State,
     response::{IntoResponse, Response},
@@ -15,7 +16,7 @@ use super::{body::Id, query::Query, sse};
 use crate::{
     App, Error,
     keys::Caller,
-    sandbox::{Line, LogReader, Output},
+    sandbox::{Line, LogReader},
 };
 
 /// The last lines of all commands, in order; with `follow` as events `line`, and those to come.
@@ -31,7 +32,7 @@ pub(super) async fn read(
     query: Query,
 ) -> Result<Response, Error> {
     let wanted = wanted(&query)?;
-    let mut reader = app.sandboxes.logs(&caller.account, &id)?.reader();
+    let mut reader = app.sandboxes.logs(&caller.account, &id).await?.reader();
     if query.flag("follow", false)? {
         return Ok(sse::response(follow(reader, wanted)));
     }
@@ -45,21 +46,21 @@ pub(super) async fn read(
 }
 
 /// `None`: both.
-fn wanted(query: &Query) -> Result<Option<Output>, Error> {
+fn wanted(query: &Query) -> Result<Option<ExecStream>, Error> {
     match query.text("stream")? {
         None | Some("" | "both") => Ok(None),
-        Some("stdout") => Ok(Some(Output::Stdout)),
-        Some("stderr") => Ok(Some(Output::Stderr)),
+        Some("stdout") => Ok(Some(ExecStream::Stdout)),
+        Some("stderr") => Ok(Some(ExecStream::Stderr)),
         Some(_) => Err(Error::invalid("`stream` must be `stdout`, `stderr` or `both`")),
     }
 }
 
-fn wants(wanted: Option<Output>, line: &Line) -> bool {
+fn wants(wanted: Option<ExecStream>, line: &Line) -> bool {
     wanted.is_none_or(|output| output == line.output)
 }
 
 /// Ends with the sandbox.
-fn follow(reader: LogReader, wanted: Option<Output>) -> impl Stream<Item = Bytes> {
+fn follow(reader: LogReader, wanted: Option<ExecStream>) -> impl Stream<Item = Bytes> {
     let batches = futures::stream::unfold(reader, |mut reader| async move {
         let more = reader.more().await;
         more.then(|| (reader.take(), reader))

@@ -14,6 +14,7 @@ mod held;
 mod idempotency;
 mod keys;
 mod logs;
+mod machine_execs;
 mod networks;
 mod query;
 mod range;
@@ -102,6 +103,11 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Full,    routes!(execs::run)),
         (Full,    routes!(execs::stream)),
         (Read,    routes!(logs::read)),
+        (Full,    routes!(machine_execs::start)),
+        (Read,    routes!(machine_execs::list)),
+        (Read,    routes!(machine_execs::get)),
+        (Full,    routes!(machine_execs::cancel)),
+        (Read,    routes!(machine_execs::output)),
 
         (Read,    routes!(files::read)),
         (Full,    routes!(files::write)),

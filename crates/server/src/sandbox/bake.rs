@@ -272,6 +272,7 @@ async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
         guest: guest.clone(),
         environment: Arc::default(),
         logs: Arc::default(),
+        execs: None,
         in_use: None,
     };
     let request = ExecRequest {

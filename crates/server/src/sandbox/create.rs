@@ -13,7 +13,7 @@ use super::{
     capacity::Need,
     driver::StartOrder,
     network,
-    registry::{Entry, locked},
+    registry::locked,
     saved::SavedMachine,
     state::{State, Target},
 };
@@ -308,7 +308,7 @@ impl Sandboxes {
             return Err(error);
         }
         fault::point!("create.row_inserted");
-        let entry = Arc::new(Entry::new(row));
+        let entry = Arc::new(self.entry(row));
         *locked(&entry.attachments) = attachments;
         self.registry.insert(&entry);
         let started = entry.watch_step();

@@ -18,7 +18,6 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     admission::Admitted,
-    exec::{Since, watch_again},
     network,
     pool::Ready,
     registry::{self, Entry, locked},
@@ -74,6 +73,14 @@ async fn machine_end(entry: &Entry) -> Ended {
     }
 }
 
+/// Whatever ended it: what ran there and has not been told to end never will be.
+fn lose_execs_without_machine(entry: &Entry) {
+    match entry.look(|row| row.state) {
+        State::Stopped | State::Failed => entry.execs.lose_all(),
+        State::Creating | State::Running | State::Paused | State::Hibernated => {}
+    }
+}
+
 impl Sandboxes {
     /// Runs until the sandbox is removed, or the server closes.
     pub(crate) async fn drive(self: Arc<Self>, entry: Arc<Entry>, mut order: Option<StartOrder>) {
@@ -84,6 +91,7 @@ impl Sandboxes {
                     let turn = entry.turn.lock().await;
                     self.take(&entry, step, &mut order).await;
                     drop(turn);
+                    lose_execs_without_machine(&entry);
                     if step == Step::Remove {
                         return;
                     }
@@ -97,6 +105,7 @@ impl Sandboxes {
                     // Not among the above: giving back what the machine had must not be cut short.
                     if let Some(ended) = ended {
                         self.note_the_end(&entry, ended).await;
+                        lose_execs_without_machine(&entry);
                     }
                 }
             }
@@ -200,18 +209,6 @@ impl Sandboxes {
                 Err(error)
             }
         }
-    }
-
-    /// What ran when the snapshot was taken runs here as well. Behind the answer: nobody waits for it.
-    fn watch_inherited(&self, entry: &Entry) {
-        let is_inherited = entry.look(|row| row.from_snapshot.is_some());
-        let Some(guest) = entry.guest().filter(|_| is_inherited) else { return };
-        let (logs, usage) = (Arc::clone(&entry.logs), Arc::clone(&entry.usage));
-        self.tasks.spawn(async move {
-            if let Err(error) = watch_again(&guest, &logs, &usage, Since::Now).await {
-                tracing::warn!(%error, cause = error.causes(), "commands of a snapshot are not in the log");
-            }
-        });
     }
 
     /// A machine of its own out of a saved one: running, repaired, with its volumes. The caller gives back the site when
@@ -353,6 +350,10 @@ impl Sandboxes {
             }
         }
         fault::point!("delete.row_deleted");
+        entry.execs.close();
+        if let Err(error) = self.db.delete_execs(&id).await {
+            tracing::warn!(sandbox = %id, cause = error.causes(), "failed to delete the rows of a sandbox's execs");
+        }
         if let Err(error) = self.db.delete_events(&id).await {
             tracing::warn!(sandbox = %id, cause = error.causes(), "failed to delete what happened to a sandbox");
         }

@@ -1,29 +1,22 @@
 //! Commands: a request becomes an exec object in the guest, and is watched to its end.
 //! The object lives on without its watcher; what it prints goes into the sandbox's log either way.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    sync::Arc,
-    time::Duration,
-};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
-use api::{ErrorCode, ExecId, ExecRequest};
+use api::{ErrorCode, ExecId, ExecRequest, ExecStream};
 use bytes::Bytes;
 use machine::guest::{
     Channel, Command, Event, ExecStart, ExecStatus, Guest, Reply, Request, Stream,
 };
 use serde_bytes::ByteBuf;
-use tokio::time::Instant;
+use tokio::{task::JoinHandle, time::Instant};
 
 use super::{
-    Logs, Running, check_environment,
-    logs::{LogWriter, Output, Seen},
-    usage::{InUse, Usage},
+    Exec, Logs, Origin, Running, check_environment, execs::ExecLimits, logs::LogWriter,
+    usage::InUse,
 };
 use crate::Error;
 
-/// What a guest keeps of each stream of one exec.
-const KEPT_OUTPUT: u64 = 64 << 20;
 /// The longest time that a request can name: a day.
 const LONGEST_TIMEOUT: f64 = 86_400.0;
 /// A request to the guest is one message of at most 4 MiB; the rest of it is small.
@@ -34,7 +27,6 @@ const LONGEST_USER: usize = 128;
 const START_DEADLINE: Duration = Duration::from_secs(60);
 /// The guest ends a command when its time is up. One that does not even say so is lost.
 const PATIENCE: Duration = Duration::from_secs(60);
-const LIST_DEADLINE: Duration = Duration::from_secs(30);
 const STDIN_PIECE: usize = 32 << 10;
 
 /// One thing that happened to a command.
@@ -51,16 +43,39 @@ pub struct ExecWatch {
     watched: Option<Watched>,
 }
 
-struct Watched {
-    id: String,
-    guest: Guest,
-    stream: Arc<Stream>,
-    logs: Arc<Logs>,
-    log: LogWriter,
+/// Takes in what a command prints, for its exec object and for the log.
+pub(super) struct Watched {
+    /// As its guest calls it.
+    pub(super) id: String,
+    pub(super) guest: Guest,
+    pub(super) stream: Arc<Stream>,
+    pub(super) logs: Arc<Logs>,
+    pub(super) log: LogWriter,
+    /// `None`: of a bake, or another sandbox's that this one was made from.
+    pub(super) exec: Option<Arc<Exec>>,
+    /// Output on its way to files.
+    pub(super) writing: Option<JoinHandle<()>>,
     /// When the command must have ended, if it has a timeout.
-    deadline: Option<Instant>,
+    pub(super) deadline: Option<Instant>,
     /// A command that runs is use of its sandbox, whether someone watches it or not.
-    _in_use: Option<Arc<InUse>>,
+    pub(super) _in_use: Option<Arc<InUse>>,
+}
+
+/// A command that cannot be watched.
+#[derive(Debug)]
+pub(super) enum NotStarted {
+    /// And never ran.
+    Refused(Error),
+    /// And may have started.
+    Uncertain(Error),
+}
+
+impl From<NotStarted> for Error {
+    fn from(not_started: NotStarted) -> Self {
+        match not_started {
+            NotStarted::Refused(error) | NotStarted::Uncertain(error) => error,
+        }
+    }
 }
 
 impl Running {
@@ -69,97 +84,87 @@ impl Running {
     /// # Errors
     /// 400 names the bad field. After any other error the command may have started.
     pub async fn start_exec(&self, request: ExecRequest) -> Result<ExecWatch, Error> {
-        let timeout = timeout_of(&request)?;
-        let start = exec_start(&request, timeout, &self.environment)?;
+        let start = self.prepare(&request)?;
+        let exec = self.execs.as_ref().map(|execs| execs.begin(ExecId::random(), Origin::Server));
+        let exec = exec.transpose()?;
+        let started = self.start(start, request.stdin, exec.clone()).await;
+        if let (Err(NotStarted::Refused(_)), Some(execs), Some(exec)) =
+            (&started, &self.execs, &exec)
+        {
+            execs.withdraw(exec);
+        }
+        Ok(started?)
+    }
+
+    /// # Errors
+    /// 400 names the bad field.
+    pub(super) fn prepare(&self, request: &ExecRequest) -> Result<ExecStart, Error> {
+        let default = || ExecLimits::default().output_bytes;
+        let kept = self.execs.as_ref().map_or_else(default, |execs| execs.output_limit());
+        exec_start(request, timeout_of(request)?, &self.environment, kept)
+    }
+
+    /// Returns once the command runs. Where it is uncertain whether it does, it is watched all the same.
+    pub(super) async fn start(
+        &self,
+        mut start: ExecStart,
+        stdin: Option<String>,
+        exec: Option<Arc<Exec>>,
+    ) -> Result<ExecWatch, NotStarted> {
+        if let Some(exec) = &exec {
+            start.id = exec.guest_id();
+        }
         let id = start.id.clone();
-        fault::point!("exec.starting", Error::internal);
-        let stream = Arc::new(self.guest.open(Request::ExecStart(start))?);
+        let timeout = Some(start.timeout_ms).filter(|timeout| *timeout > 0);
+        fault::point!("exec.starting", |error| NotStarted::Refused(Error::internal(error)));
+        let opened = self.guest.open(Request::ExecStart(start));
+        let stream = Arc::new(opened.map_err(|error| NotStarted::Refused(error.into()))?);
         fault::point!("exec.sent");
-        if let Some(stdin) = request.stdin {
+        if let Some(stdin) = stdin {
             tokio::spawn(feed(Arc::clone(&stream), Bytes::from(stdin)));
         }
-        let deadline = timeout.map(|timeout| Instant::now() + timeout + PATIENCE);
+        let deadline =
+            timeout.map(|timeout| Instant::now() + Duration::from_millis(timeout) + PATIENCE);
         let watched = Watched {
             id,
             guest: self.guest.clone(),
             stream,
             logs: Arc::clone(&self.logs),
             log: self.logs.writer(),
+            exec,
+            writing: None,
             deadline,
             _in_use: self.in_use.clone(),
         };
         let mut watch = ExecWatch { watched: Some(watched) };
         match tokio::time::timeout(START_DEADLINE, watch.started()).await {
             Ok(outcome) => outcome.map(|()| watch),
-            Err(_) => Err(machine::Error::Silent.into()),
+            Err(_) => Err(NotStarted::Uncertain(machine::Error::Silent.into())),
         }
     }
-}
-
-/// What of a guest's commands is new to the log.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Since {
-    /// All that the log has not seen: of a sandbox that was left for a while, by its server or to hibernate.
-    Seen,
-    /// What comes from now on: of a sandbox that was made from a snapshot, whose past is another's.
-    Now,
-}
-
-/// What commands that run already have printed and will print goes into the log, and each is forgotten at its end.
-pub(crate) async fn watch_again(
-    guest: &Guest,
-    logs: &Arc<Logs>,
-    usage: &Arc<Usage>,
-    since: Since,
-) -> Result<(), Error> {
-    let Reply::Execs(execs) = guest.call(Request::ExecList, LIST_DEADLINE).await? else {
-        return Err(machine::Error::Misbehaved("a list of execs was something else").into());
-    };
-    let all: BTreeSet<_> = execs.iter().map(|(id, _)| id.as_str()).collect();
-    logs.keep_seen(&all);
-    for (id, status) in execs {
-        if since == Since::Now {
-            let all = Seen { stdout: status.stdout_bytes, stderr: status.stderr_bytes };
-            logs.set_seen(&id, all);
-        }
-        let Seen { stdout, stderr } = logs.seen(&id);
-        let request =
-            Request::ExecWatch { id: id.clone(), stdout_offset: stdout, stderr_offset: stderr };
-        let stream = Arc::new(guest.open(request)?);
-        let log = logs.writer();
-        let in_use = Some(Arc::new(usage.begin()));
-        let watched = Watched {
-            id,
-            guest: guest.clone(),
-            stream,
-            logs: Arc::clone(logs),
-            log,
-            deadline: None,
-            _in_use: in_use,
-        };
-        // Watched by nobody but the log.
-        drop(ExecWatch { watched: Some(watched) });
-    }
-    Ok(())
 }
 
 impl ExecWatch {
-    async fn started(&mut self) -> Result<(), Error> {
-        let Some(watched) = &mut self.watched else { return Err(machine::Error::Lost.into()) };
+    async fn started(&mut self) -> Result<(), NotStarted> {
+        let uncertain = |error: machine::Error| NotStarted::Uncertain(error.into());
+        let Some(watched) = &mut self.watched else { return Err(uncertain(machine::Error::Lost)) };
         match watched.stream.next().await.transpose() {
             Ok(Some(Event::Reply(Reply::ExecStarted { .. }))) => {
-                fault::point!("exec.started", Error::internal);
+                fault::point!("exec.started", |error| NotStarted::Uncertain(Error::internal(
+                    error
+                )));
                 Ok(())
             }
             Ok(Some(_)) => {
-                Err(machine::Error::Misbehaved("a command did not begin with its start").into())
+                Err(uncertain(machine::Error::Misbehaved("a command did not begin with its start")))
             }
-            Ok(None) => Err(machine::Error::Lost.into()),
-            Err(error) => {
-                // Refused: there is nothing to watch.
+            Ok(None) => Err(uncertain(machine::Error::Lost)),
+            Err(machine::Error::Refused(failure)) => {
+                // There is nothing to watch.
                 self.watched = None;
-                Err(error.into())
+                Err(NotStarted::Refused(failure.into()))
             }
+            Err(error) => Err(uncertain(error)),
         }
     }
 
@@ -167,54 +172,93 @@ impl ExecWatch {
     pub async fn next(&mut self) -> Option<Result<ExecEvent, Error>> {
         let watched = self.watched.as_mut()?;
         let outcome = watched.next().await;
-        if !matches!(outcome, Ok(ExecEvent::Stdout(_) | ExecEvent::Stderr(_))) {
-            let watched = self.watched.take();
-            if let Some(watched) = watched.filter(|_| outcome.is_ok()) {
-                watched.forget();
+        match &outcome {
+            Ok(ExecEvent::Stdout(_) | ExecEvent::Stderr(_)) => {}
+            Ok(ExecEvent::Ended(_)) => {
+                if let Some(watched) = self.watched.take() {
+                    watched.forget();
+                }
             }
+            // Whatever there still is to take in is taken in behind.
+            Err(_) => self.leave(),
         }
         Some(outcome)
+    }
+
+    /// Object and log still want the rest. That ends with the command or with the sandbox.
+    fn leave(&mut self) {
+        if let Some(watched) = self.watched.take()
+            && let Ok(runtime) = tokio::runtime::Handle::try_current()
+        {
+            runtime.spawn(watched.take_in());
+        }
     }
 }
 
 impl Drop for ExecWatch {
     fn drop(&mut self) {
-        // The log still wants the rest. The task ends with the command or with the sandbox.
-        if let Some(mut watched) = self.watched.take()
-            && let Ok(runtime) = tokio::runtime::Handle::try_current()
-        {
-            runtime.spawn(async move {
-                while let Ok(event) = watched.next().await {
-                    if matches!(event, ExecEvent::Ended(_)) {
-                        return watched.forget();
-                    }
-                }
-            });
-        }
+        self.leave();
     }
 }
 
 impl Watched {
+    /// To the end.
+    pub(super) async fn take_in(mut self) {
+        // However late: its guest may have stood still.
+        self.deadline = None;
+        loop {
+            match self.next().await {
+                Ok(ExecEvent::Stdout(_) | ExecEvent::Stderr(_)) => {}
+                Ok(ExecEvent::Ended(_)) => return self.forget(),
+                Err(error) => {
+                    tracing::debug!(
+                        exec = self.id,
+                        cause = error.causes(),
+                        "nothing more is heard of a command for now"
+                    );
+                    return;
+                }
+            }
+        }
+    }
+
     async fn next(&mut self) -> Result<ExecEvent, Error> {
+        if self.writing.is_none() {
+            self.writing = self.exec.as_ref().and_then(Exec::write_out);
+        }
+        if let Some(writing) = &mut self.writing {
+            // Whatever came of it, the object knows.
+            let _ = writing.await;
+            self.writing = None;
+        }
         match self.event().await? {
             Some(Event::Data(Channel::Stdout, bytes)) => {
-                self.log.write(Output::Stdout, &bytes);
-                self.logs.saw(&self.id, Output::Stdout, bytes.len());
+                self.take(ExecStream::Stdout, &bytes);
                 Ok(ExecEvent::Stdout(bytes))
             }
             Some(Event::Data(Channel::Stderr, bytes)) => {
-                self.log.write(Output::Stderr, &bytes);
-                self.logs.saw(&self.id, Output::Stderr, bytes.len());
+                self.take(ExecStream::Stderr, &bytes);
                 Ok(ExecEvent::Stderr(bytes))
             }
             Some(Event::Reply(Reply::ExecEnded(status))) => {
                 fault::point!("exec.ended");
+                if let Some(exec) = &self.exec {
+                    exec.end(&status);
+                }
                 Ok(ExecEvent::Ended(status))
             }
             Some(Event::Data(Channel::Content, _) | Event::Reply(_)) => {
                 Err(machine::Error::Misbehaved("a command's stream held something else").into())
             }
             Some(Event::Finished) | None => Err(machine::Error::Lost.into()),
+        }
+    }
+
+    fn take(&mut self, stream: ExecStream, bytes: &Bytes) {
+        self.log.write(stream, bytes);
+        match &self.exec {
+            Some(exec) => exec.push(stream, bytes),
+            None => self.logs.saw(&self.id, stream, bytes.len()),
         }
     }
 
@@ -234,11 +278,25 @@ impl Watched {
         }
     }
 
-    /// Everything was delivered: the guest need not keep it.
-    fn forget(self) {
+    /// Everything was delivered: the guest need not keep it, once it is kept here.
+    fn forget(mut self) {
         fault::point!("exec.forgetting");
-        self.logs.ended(&self.id);
-        self.guest.forget_exec(self.id);
+        match self.exec.take() {
+            Some(exec) => exec.of().note_end(Arc::clone(&exec), Some(self.guest.clone())),
+            None => {
+                self.logs.ended(&self.id);
+                self.guest.forget_exec(std::mem::take(&mut self.id));
+            }
+        }
+    }
+}
+
+impl Drop for Watched {
+    /// Someone else may go on with it.
+    fn drop(&mut self) {
+        if let Some(exec) = &self.exec {
+            exec.end_watching();
+        }
     }
 }
 
@@ -272,6 +330,7 @@ fn exec_start(
     request: &ExecRequest,
     timeout: Option<Duration>,
     environment: &BTreeMap<String, String>,
+    output_limit: u64,
 ) -> Result<ExecStart, Error> {
     if request.cmd.trim().is_empty() {
         return Err(Error::invalid("`cmd` must not be empty"));
@@ -309,7 +368,7 @@ fn exec_start(
         // At least 1: 0 would be no limit.
         timeout_ms: timeout
             .map_or(0, |timeout| u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX).max(1)),
-        output_limit: KEPT_OUTPUT,
+        output_limit,
     })
 }
 
@@ -341,7 +400,8 @@ mod tests {
     #[test]
     fn the_shortest_timeout_is_still_one() {
         let start =
-            exec_start(&request("true"), Some(Duration::from_nanos(1)), &BTreeMap::new()).unwrap();
+            exec_start(&request("true"), Some(Duration::from_nanos(1)), &BTreeMap::new(), 1)
+                .unwrap();
         assert_eq!(start.timeout_ms, 1);
     }
 
@@ -349,7 +409,7 @@ mod tests {
     fn the_environment_of_the_command_goes_over_that_of_the_sandbox() {
         let command =
             ExecRequest { env: Some(map(&[("B", "2"), ("C", "\"$x\"\n")])), ..request("env") };
-        let start = exec_start(&command, None, &map(&[("A", "1"), ("B", "1")])).unwrap();
+        let start = exec_start(&command, None, &map(&[("A", "1"), ("B", "1")]), 1).unwrap();
         assert_eq!(
             start.environment,
             map(&[("A", "1"), ("B", "2"), ("C", "\"$x\"\n")]).into_iter().collect::<Vec<_>>()
@@ -367,12 +427,12 @@ mod tests {
             ExecRequest { env: Some(map(&[("A=B", "")])), ..request("true") },
         ];
         for request in bad {
-            let refused = exec_start(&request, None, &BTreeMap::new()).unwrap_err();
+            let refused = exec_start(&request, None, &BTreeMap::new(), 1).unwrap_err();
             assert_eq!(refused.code, ErrorCode::InvalidRequest);
         }
-        let long = exec_start(&request(&"x".repeat(LONGEST_COMMAND + 1)), None, &BTreeMap::new())
-            .unwrap_err();
-        assert_eq!(long.code, ErrorCode::TooLarge);
-        assert!(exec_start(&request(&"x".repeat(LONGEST_COMMAND)), None, &BTreeMap::new()).is_ok());
+        let of_length =
+            |length| exec_start(&request(&"x".repeat(length)), None, &BTreeMap::new(), 1);
+        assert_eq!(of_length(LONGEST_COMMAND + 1).unwrap_err().code, ErrorCode::TooLarge);
+        assert!(of_length(LONGEST_COMMAND).is_ok());
     }
 }

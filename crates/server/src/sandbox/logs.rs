@@ -6,28 +6,25 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
+use api::ExecStream;
 use bytes::{Bytes, BytesMut};
 use tokio::sync::watch;
 
 /// Kept of all lines together.
-const MOST_BYTES: usize = 1 << 20;
+pub(super) const LONGEST_LOG: usize = 1 << 20;
 /// A longer line is told in pieces: output without a newline must not wait for one for ever.
 const LONGEST_LINE: usize = 16 << 10;
 /// What an empty line costs, so that many of them are bounded too.
 const LINE_COST: usize = 64;
 /// Commands that have ended and may still turn up in a list of the guest's.
 const MOST_ENDED: usize = 256;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Output {
-    Stdout,
-    Stderr,
-}
+/// The number of the first line: there may be some that are put before it.
+const FIRST_LINE: u64 = 1 << 32;
 
 /// Without its newline.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Line {
-    pub output: Output,
+    pub output: ExecStream,
     pub text: Bytes,
 }
 
@@ -63,14 +60,14 @@ struct SeenByCommand {
     ended: VecDeque<String>,
 }
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy)]
 struct Progress {
     /// Lines there ever were.
     end: u64,
     closed: bool,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Ring {
     lines: VecDeque<Line>,
     /// The number of the first line that is still here.
@@ -81,9 +78,9 @@ struct Ring {
 impl Default for Logs {
     fn default() -> Self {
         Self {
-            ring: Mutex::default(),
+            ring: Mutex::new(Ring { lines: VecDeque::new(), first: FIRST_LINE, cost: 0 }),
             seen: Mutex::default(),
-            changed: watch::Sender::new(Progress::default()),
+            changed: watch::Sender::new(Progress { end: FIRST_LINE, closed: false }),
         }
     }
 }
@@ -102,12 +99,12 @@ impl Logs {
         self.all_seen().seen.insert(command.to_owned(), seen);
     }
 
-    pub(super) fn saw(&self, command: &str, output: Output, length: usize) {
+    pub(super) fn saw(&self, command: &str, output: ExecStream, length: usize) {
         let mut all = self.all_seen();
         let seen = all.seen.entry(command.to_owned()).or_default();
         match output {
-            Output::Stdout => seen.stdout += length as u64,
-            Output::Stderr => seen.stderr += length as u64,
+            ExecStream::Stdout => seen.stdout += length as u64,
+            ExecStream::Stderr => seen.stderr += length as u64,
         }
     }
 
@@ -137,6 +134,24 @@ impl Logs {
         LogReader { logs: Arc::clone(self), next: 0, changed: self.changed.subscribe() }
     }
 
+    /// Older lines, as far as there is room. Before anyone reads.
+    pub(super) fn put_before(&self, mut older: LogWriter) {
+        for stream in ExecStream::ALL {
+            older.end_line(stream);
+        }
+        let older = std::mem::take(&mut older.logs.ring().lines);
+        let mut ring = self.ring();
+        for line in older.into_iter().rev() {
+            let cost = line.text.len() + LINE_COST;
+            if ring.cost + cost > LONGEST_LOG || ring.first == 0 {
+                break;
+            }
+            ring.cost += cost;
+            ring.first -= 1;
+            ring.lines.push_front(line);
+        }
+    }
+
     /// The sandbox is gone: readers that follow come to an end.
     pub fn close(&self) {
         self.changed.send_modify(|progress| progress.closed = true);
@@ -146,12 +161,12 @@ impl Logs {
         self.ring.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, output: Output, text: Bytes) {
+    fn push(&self, output: ExecStream, text: Bytes) {
         let end = {
             let mut ring = self.ring();
             ring.cost += text.len() + LINE_COST;
             ring.lines.push_back(Line { output, text });
-            while ring.cost > MOST_BYTES
+            while ring.cost > LONGEST_LOG
                 && let Some(oldest) = ring.lines.pop_front()
             {
                 ring.cost -= oldest.text.len() + LINE_COST;
@@ -172,10 +187,26 @@ pub struct LogWriter {
 }
 
 impl LogWriter {
-    pub fn write(&mut self, output: Output, mut bytes: &[u8]) {
+    /// For lines that belong to no log yet.
+    pub(super) fn apart() -> Self {
+        Arc::<Logs>::default().writer()
+    }
+
+    /// What has come of a line is one.
+    pub(super) fn end_line(&mut self, stream: ExecStream) {
+        let partial = match stream {
+            ExecStream::Stdout => &mut self.stdout,
+            ExecStream::Stderr => &mut self.stderr,
+        };
+        if !partial.is_empty() {
+            self.logs.push(stream, partial.split().freeze());
+        }
+    }
+
+    pub fn write(&mut self, output: ExecStream, mut bytes: &[u8]) {
         let partial = match output {
-            Output::Stdout => &mut self.stdout,
-            Output::Stderr => &mut self.stderr,
+            ExecStream::Stdout => &mut self.stdout,
+            ExecStream::Stderr => &mut self.stderr,
         };
         while !bytes.is_empty() {
             let room = LONGEST_LINE - partial.len();
@@ -200,12 +231,8 @@ impl LogWriter {
 
 impl Drop for LogWriter {
     fn drop(&mut self) {
-        for (output, partial) in
-            [(Output::Stdout, &mut self.stdout), (Output::Stderr, &mut self.stderr)]
-        {
-            if !partial.is_empty() {
-                self.logs.push(output, partial.split().freeze());
-            }
+        for stream in ExecStream::ALL {
+            self.end_line(stream);
         }
     }
 }
@@ -257,7 +284,7 @@ mod tests {
             cuts.extend([0, text.len()]);
             cuts.sort_unstable();
             for pair in cuts.windows(2) {
-                writer.write(Output::Stdout, &text.as_bytes()[pair[0]..pair[1]]);
+                writer.write(ExecStream::Stdout, &text.as_bytes()[pair[0]..pair[1]]);
             }
             drop(writer);
             let expected: Vec<Vec<u8>> = text.lines().map(|line| line.as_bytes().to_vec()).collect();
@@ -270,15 +297,15 @@ mod tests {
         let logs = Arc::new(Logs::default());
         let mut writer = logs.writer();
         for number in 0..200_000 {
-            writer.write(Output::Stderr, format!("{number}\n").as_bytes());
+            writer.write(ExecStream::Stderr, format!("{number}\n").as_bytes());
         }
-        writer.write(Output::Stdout, &vec![b'x'; 3 * LONGEST_LINE]);
+        writer.write(ExecStream::Stdout, &vec![b'x'; 3 * LONGEST_LINE]);
         let lines = logs.reader().take();
-        assert!(lines.iter().map(|line| line.text.len()).sum::<usize>() <= MOST_BYTES);
+        assert!(lines.iter().map(|line| line.text.len()).sum::<usize>() <= LONGEST_LOG);
         assert_eq!(lines[lines.len() - 4].text, "199999");
         assert_eq!(
             lines.last().map(|line| (line.output, line.text.len())),
-            Some((Output::Stdout, LONGEST_LINE))
+            Some((ExecStream::Stdout, LONGEST_LINE))
         );
     }
 
@@ -286,11 +313,11 @@ mod tests {
     async fn a_follower_gets_every_line_once_and_ends_with_the_sandbox() {
         let logs = Arc::new(Logs::default());
         let mut writer = logs.writer();
-        writer.write(Output::Stdout, b"one\n");
+        writer.write(ExecStream::Stdout, b"one\n");
         let mut reader = logs.reader();
         assert!(reader.more().await);
         assert_eq!(texts(&reader.take()), [b"one"]);
-        writer.write(Output::Stdout, b"two\nthr");
+        writer.write(ExecStream::Stdout, b"two\nthr");
         assert!(reader.more().await);
         assert_eq!(texts(&reader.take()), [b"two"]);
         drop(writer);

@@ -10,6 +10,7 @@ mod create;
 mod driver;
 mod events;
 mod exec;
+mod execs;
 mod expiry;
 mod figures;
 mod files;
@@ -44,8 +45,10 @@ use api::{AccountId, ErrorCode, Lifecycle, Sandbox, SandboxId, SandboxStatus, Up
 use machine::guest::Guest;
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
+pub use self::execs::ExecLimits;
+pub(crate) use self::execs::{Exec, Execs, Origin, Page, Started};
 #[cfg(test)]
-pub(crate) use self::exec::{Since, watch_again};
+pub(crate) use self::execs::{Since, Takers, watch_again};
 use self::{
     admission::Admission, create::ttl_of, events::Events, host_memory::HostMemory, state::Wish,
     usage::InUse,
@@ -62,9 +65,15 @@ pub(crate) use self::{
 pub use self::{
     exec::{ExecEvent, ExecWatch},
     files::{DirEntries, FileContent, Read, Written, too_large},
-    logs::{Line, LogReader, Logs, Output},
+    logs::{Line, LogReader, Logs},
 };
-use crate::{Error, clock::Clock, db::Db, template::Templates, volume::Volumes};
+use crate::{
+    Error,
+    clock::Clock,
+    db::{Db, SandboxRow},
+    template::Templates,
+    volume::Volumes,
+};
 
 /// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
 const DELETE_DEADLINE: Duration = Duration::from_secs(60);
@@ -87,6 +96,7 @@ pub struct Sandboxes {
     sites: Sites,
     volumes: Arc<Volumes>,
     events: Events,
+    execs: Arc<execs::Shared>,
     admission: Arc<Admission>,
     past_traffic: network::PastTraffic,
     tasks: TaskTracker,
@@ -120,6 +130,8 @@ pub struct Running {
     /// Of the create; given to every command.
     pub environment: Arc<BTreeMap<String, String>>,
     pub logs: Arc<Logs>,
+    /// `None`: of no sandbox yet.
+    pub(crate) execs: Option<Arc<Execs>>,
     /// As long as this lives, the sandbox is in use. `None`: no sandbox yet.
     pub(crate) in_use: Option<Arc<InUse>>,
 }
@@ -141,6 +153,8 @@ impl Sandboxes {
         let tasks = TaskTracker::new();
         let closed = CancellationToken::new();
         tasks.spawn(events::write(parts.db.clone(), waiting, closed.clone()));
+        let (execs, ended) = execs::Shared::new(config.execs.clone(), parts.clock.clone());
+        tasks.spawn(execs::write(parts.db.clone(), ended, closed.clone()));
         Ok(Arc::new(Self {
             db: parts.db,
             clock: parts.clock,
@@ -152,11 +166,17 @@ impl Sandboxes {
             sites: parts.sites,
             volumes: parts.volumes,
             events,
+            execs,
             admission: Admission::new(limits),
             past_traffic: network::PastTraffic::default(),
             tasks,
             closed,
         }))
+    }
+
+    fn entry(&self, row: SandboxRow) -> registry::Entry {
+        let execs = Execs::new(&self.execs, &self.sites.layout, row.id);
+        registry::Entry::new(row, execs)
     }
 
     pub(crate) fn accelerator_name(&self) -> String {
@@ -331,9 +351,10 @@ impl Sandboxes {
     ///
     /// # Errors
     /// 404 when it is not theirs, gone, or expired.
-    pub fn logs(&self, account: &AccountId, id: &SandboxId) -> Result<Arc<Logs>, Error> {
+    pub async fn logs(&self, account: &AccountId, id: &SandboxId) -> Result<Arc<Logs>, Error> {
         let entry = self.registry.find(account, id)?;
         entry.accept(Wish::Change, self.clock.steady_ms())?;
+        self.restore_log(&entry).await?;
         Ok(Arc::clone(&entry.logs))
     }
 
@@ -405,6 +426,7 @@ fn inside_of(entry: &registry::Entry, in_use: InUse) -> Result<Running, Error> {
         guest: entry.guest().ok_or_else(registry::not_found)?,
         environment: Arc::new(entry.look(|row| row.environment.clone())),
         logs: Arc::clone(&entry.logs),
+        execs: Some(Arc::clone(&entry.execs)),
         in_use: Some(Arc::new(in_use)),
     })
 }

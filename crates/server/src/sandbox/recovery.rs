@@ -11,7 +11,6 @@ use store::Layout;
 use super::{
     Sandboxes,
     driver::Inside,
-    exec::{Since, watch_again},
     network,
     pausing::hold_ttl,
     registry::{self, Entry, locked},
@@ -72,13 +71,14 @@ impl Sandboxes {
         let ids: Vec<_> = rows.iter().map(|row| row.id).collect();
         self.refuse_a_foreign_database(&ids).await?;
         let boot = Boot::look(&self.sites.layout)?;
-        let entries: Vec<_> = rows.into_iter().map(|row| Arc::new(Entry::new(row))).collect();
+        let entries: Vec<_> = rows.into_iter().map(|row| Arc::new(self.entry(row))).collect();
         let attachments = self.db.all_attachments().await?;
         for entry in &entries {
             let id = entry.look(|row| row.id);
             *locked(&entry.attachments) =
                 attachments.iter().filter(|held| held.sandbox == id).cloned().collect();
         }
+        self.recover_execs(&entries).await?;
         // At once: a guest that does not answer must not keep the others waiting.
         let kept: BTreeSet<u16> = futures::stream::iter(&entries)
             .map(|entry| self.find_again(entry, &boot))
@@ -93,7 +93,11 @@ impl Sandboxes {
         self.sites.remove_leftovers(&kept).await?;
         // Their machines are dead now.
         for entry in self.registry.all() {
-            if entry.look(|row| row.state) == State::Failed {
+            let state = entry.look(|row| row.state);
+            if matches!(state, State::Failed | State::Stopped) {
+                entry.execs.lose_all();
+            }
+            if state == State::Failed {
                 self.release_volumes(&entry).await;
             }
         }
@@ -112,6 +116,8 @@ impl Sandboxes {
         }
         self.tasks.spawn(Arc::clone(self).delete_expired());
         self.tasks.spawn(Arc::clone(self).hibernate_idle());
+        self.tasks.spawn(Arc::clone(self).watch_unwatched());
+        self.tasks.spawn(Arc::clone(self).age_execs());
         self.tasks.spawn(Arc::clone(&self.pool).keep_filled());
         self.tasks.spawn(Arc::clone(self).watch_room());
         Ok(())
@@ -212,14 +218,6 @@ impl Sandboxes {
             };
         }
         self.go_on_within(entry, FOUND_AGAIN_DEADLINE).await
-    }
-
-    /// Those that run already, wherever they were started: their output is logged, and given free at their end.
-    pub(super) async fn watch_commands(&self, entry: &Entry) {
-        let Some(guest) = entry.guest() else { return };
-        if let Err(error) = watch_again(&guest, &entry.logs, &entry.usage, Since::Seen).await {
-            tracing::warn!(%error, cause = error.causes(), "commands of before are not in the log");
-        }
     }
 
     async fn note_row(&self, entry: &Entry) {

@@ -10,7 +10,7 @@ use machine::guest::Guest;
 use tokio::sync::{Notify, oneshot, watch};
 
 use super::{
-    Logs,
+    Execs, Logs,
     driver::Inside,
     state::{Refusal, State, Target, Wish, accept, shown},
     usage::Usage,
@@ -36,6 +36,7 @@ pub(crate) struct Entry {
     #[cfg(test)]
     pub(crate) stand_in: Mutex<Option<Guest>>,
     pub(crate) logs: Arc<Logs>,
+    pub(crate) execs: Arc<Execs>,
     /// Its volumes, as their rows say.
     pub(crate) attachments: Mutex<Vec<AttachmentRow>>,
     pub(crate) usage: Arc<Usage>,
@@ -51,7 +52,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    pub(crate) fn new(row: SandboxRow) -> Self {
+    pub(crate) fn new(row: SandboxRow, execs: Arc<Execs>) -> Self {
         Self {
             row: watch::Sender::new(row),
             target_changed: Notify::new(),
@@ -60,6 +61,7 @@ impl Entry {
             #[cfg(test)]
             stand_in: Mutex::new(None),
             logs: Arc::default(),
+            execs,
             attachments: Mutex::default(),
             usage: Arc::default(),
             turn: tokio::sync::Mutex::new(()),

@@ -8,12 +8,12 @@ use machine::{
     guest::Guest,
     network::{HostPolicy, NetworkConfig, Networks, Traffic},
 };
-use store::{digest::Digest, initramfs::Initramfs, kernel::Kernel, layout::Layout};
-
-use super::{
-    Bakes, Parts, Pool, Sandboxes, Sites, Slots, State, Target,
-    registry::{Entry, locked},
+use store::{
+    digest::Digest, initramfs::Initramfs, kernel::Kernel, layout::Layout,
+    sandbox_files::SandboxFiles,
 };
+
+use super::{Bakes, Parts, Pool, Sandboxes, Sites, Slots, State, Target, registry::locked};
 use crate::{Config, clock::Clock, db::Db, db::SandboxRow, template::Templates, volume::Volumes};
 
 impl Sandboxes {
@@ -65,7 +65,9 @@ impl Sandboxes {
         guest: Guest,
         environment: BTreeMap<String, String>,
     ) {
-        let entry = Entry::new(SandboxRow {
+        let files = SandboxFiles::create(&self.sites.layout, &id);
+        files.expect("the sandbox is new");
+        let entry = self.entry(SandboxRow {
             id,
             account: account.clone(),
             template: "base".parse().unwrap(),

@@ -29,6 +29,9 @@ const READ: &[(&str, &str)] = &[
     ("GET", "/v1/volumes"),
     ("GET", "/v1/volumes/{id}"),
     ("GET", "/v1/sandboxes/{id}/logs"),
+    ("GET", "/v1/machines/{id}/execs"),
+    ("GET", "/v1/machines/{id}/execs/{exec_id}"),
+    ("GET", "/v1/machines/{id}/execs/{exec_id}/output"),
     ("GET", "/v1/sandboxes/{id}/fs"),
     ("GET", "/v1/sandboxes/{id}/fs/dir"),
     ("GET", "/v1/sandboxes/{id}/fs/stat"),
@@ -56,6 +59,8 @@ const FULL: &[(&str, &str)] = &[
     ("DELETE", "/v1/volumes/{id}"),
     ("POST", "/v1/sandboxes/{id}/exec"),
     ("POST", "/v1/sandboxes/{id}/exec/stream"),
+    ("POST", "/v1/machines/{id}/execs"),
+    ("DELETE", "/v1/machines/{id}/execs/{exec_id}"),
     ("PUT", "/v1/sandboxes/{id}/fs"),
     ("DELETE", "/v1/sandboxes/{id}/fs"),
 ];

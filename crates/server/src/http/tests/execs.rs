@@ -342,7 +342,9 @@ async fn logged(since: crate::sandbox::Since, lines: usize) -> Vec<bytes::Bytes>
     drop(watching);
 
     let logs = std::sync::Arc::new(crate::sandbox::Logs::default());
-    crate::sandbox::watch_again(&guest, &logs, &Arc::default(), since).await.unwrap();
+    let takers =
+        crate::sandbox::Takers { logs: Arc::clone(&logs), usage: Arc::default(), execs: None };
+    crate::sandbox::watch_again(&guest, &takers, since).await.unwrap();
     let mut reader = logs.reader();
     let mut told: Vec<bytes::Bytes> = Vec::new();
     while told.len() < lines {

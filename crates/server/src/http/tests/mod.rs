@@ -6,6 +6,7 @@ mod execs;
 mod files;
 mod idempotency;
 mod limits;
+mod machine_execs;
 
 use std::{
     collections::BTreeMap,
@@ -29,7 +30,7 @@ use crate::{
     http::{Connections, Idempotency, Rate},
     keys::Keys,
     metrics::Metrics,
-    sandbox::Sandboxes,
+    sandbox::{ExecLimits, Sandboxes},
     template::Templates,
     volume::Volumes,
 };
@@ -72,9 +73,29 @@ impl Server {
         environment: BTreeMap<String, String>,
         capacity: Capacity,
     ) -> Self {
+        let config = Config { capacity, ..Config::testing() };
+        Self::start_configured(clock, environment, config).await
+    }
+
+    async fn start_keeping(execs: ExecLimits) -> Self {
+        let config = Config { execs, ..Config::testing() };
+        Self::start_configured(Clock::default(), BTreeMap::new(), config).await
+    }
+
+    async fn start_configured(
+        clock: Clock,
+        environment: BTreeMap<String, String>,
+        config: Config,
+    ) -> Self {
         let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
         let db = Db::connect(database.url()).await.unwrap();
-        let config = Config { capacity, ..config(&directory.path().join("data")) };
+        let data_dir = directory.path().join("data");
+        let config = Config {
+            cache_dir: data_dir.join("cache"),
+            data_dir,
+            api_key: Some(KEY.to_owned()),
+            ..config
+        };
         let (keys, _) =
             Keys::open(db.clone(), clock.clone(), config.api_key.clone()).await.unwrap();
         let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
@@ -161,15 +182,6 @@ async fn guest() -> Guest {
     Guest::connect(tokio::net::UnixStream::from_std(ours).unwrap(), Duration::from_secs(10))
         .await
         .unwrap()
-}
-
-fn config(directory: &std::path::Path) -> Config {
-    Config {
-        data_dir: directory.to_owned(),
-        cache_dir: directory.join("cache"),
-        api_key: Some(KEY.to_owned()),
-        ..Config::testing()
-    }
 }
 
 /// Checks what is the same for every refusal, and returns its code.
