@@ -42,7 +42,7 @@ suite! {
     soak:
 }
 
-const OPERATIONS: [&str; 11] = [
+const OPERATIONS: [&str; 12] = [
     "create",
     "exec",
     "execs",
