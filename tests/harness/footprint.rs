@@ -3,10 +3,11 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs, io,
     ops::RangeInclusive,
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    time::Duration,
 };
 
 use rustix::process::{Pid, Signal, kill_process};
@@ -108,8 +109,15 @@ impl Footprint {
             }
         }
         for group in &self.control_groups {
-            // Its processes may not have ended yet; it does no harm empty.
-            let _ = fs::remove_dir(group);
+            // Its processes have been told to end.
+            for _ in 0..50 {
+                let busy = fs::remove_dir(group)
+                    .is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy);
+                if !busy {
+                    break;
+                }
+                std::thread::park_timeout(Duration::from_millis(100));
+            }
         }
         for namespace in &self.namespaces {
             output_of("ip", &["netns", "delete", namespace]);

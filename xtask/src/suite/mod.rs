@@ -158,6 +158,12 @@ impl<'a> Suite<'a> {
         for failure in &self.failures {
             println!("failed: {failure}");
         }
+        if self.tally.unsteady > 0 {
+            println!(
+                "{} failed, and held when they ran again alone: look for `unsteady` above, and for the fault",
+                self.tally.unsteady
+            );
+        }
         println!("{}", self.tally);
         ensure!(self.tally.failed == 0, "pass all tests");
         Ok(())
@@ -270,9 +276,7 @@ fn counted(mut command: Command) -> anyhow::Result<Tally> {
             if !(line.starts_with("test ") && line.ends_with(" ... ok")) {
                 println!("{line}");
             }
-            if let Some(counts) = Tally::of_line(&line) {
-                tally += counts;
-            }
+            tally.take_in(&line);
         }
         tally
     });

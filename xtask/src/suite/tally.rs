@@ -6,11 +6,16 @@ use std::{fmt, ops::AddAssign};
 pub(crate) struct Tally {
     pub(crate) passed: u64,
     pub(crate) failed: u64,
+    /// Passed when they ran again.
+    pub(crate) unsteady: u64,
 }
 
+/// Begins a line about one that had failed and holds now.
+const UNSTEADY: &str = "unsteady: ";
+
 impl Tally {
-    pub(crate) const PASSED: Self = Self { passed: 1, failed: 0 };
-    pub(crate) const FAILED: Self = Self { passed: 0, failed: 1 };
+    pub(crate) const PASSED: Self = Self { passed: 1, failed: 0, unsteady: 0 };
+    pub(crate) const FAILED: Self = Self { passed: 0, failed: 1, unsteady: 0 };
 
     /// From `test result: ok. 3 passed; 0 failed; …` of a test program, or from `3 passed, 0 failed` of the scenarios.
     pub(crate) fn of_line(line: &str) -> Option<Self> {
@@ -21,7 +26,17 @@ impl Tally {
         let mut parts = counts.split([',', ';']).map(str::trim);
         let passed = parts.next()?.strip_suffix(" passed")?.parse().ok()?;
         let failed = parts.next()?.strip_suffix(" failed")?.parse().ok()?;
-        Some(Self { passed, failed })
+        Some(Self { passed, failed, unsteady: 0 })
+    }
+
+    /// Takes in a line of a program's output. One that is unsteady was counted as failed before it ran again.
+    pub(crate) fn take_in(&mut self, line: &str) {
+        if let Some(counts) = Self::of_line(line) {
+            *self += counts;
+        } else if line.starts_with(UNSTEADY) {
+            self.failed = self.failed.saturating_sub(1);
+            self.unsteady += 1;
+        }
     }
 }
 
@@ -29,6 +44,7 @@ impl AddAssign for Tally {
     fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
         self.failed += other.failed;
+        self.unsteady += other.unsteady;
     }
 }
 
@@ -49,7 +65,11 @@ mod tests {
             "12 passed, 1 failed",
         ];
         for line in lines {
-            assert_eq!(Tally::of_line(line), Some(Tally { passed: 12, failed: 1 }), "{line}");
+            assert_eq!(
+                Tally::of_line(line),
+                Some(Tally { passed: 12, failed: 1, unsteady: 0 }),
+                "{line}"
+            );
         }
     }
 
@@ -61,8 +81,21 @@ mod tests {
     }
 
     #[test]
+    fn what_failed_and_held_again_is_unsteady() {
+        let mut tally = Tally::default();
+        for line in [
+            "test result: FAILED. 5 passed; 2 failed; 0 ignored",
+            "test result: FAILED. 1 passed; 1 failed; 0 ignored",
+            "unsteady: a_claim",
+        ] {
+            tally.take_in(line);
+        }
+        assert_eq!(tally, Tally { passed: 6, failed: 2, unsteady: 1 });
+    }
+
+    #[test]
     fn a_tally_is_read_as_it_is_shown() {
-        let tally = Tally { passed: 7, failed: 2 };
+        let tally = Tally { passed: 7, failed: 2, unsteady: 0 };
         assert_eq!(Tally::of_line(&tally.to_string()), Some(tally));
     }
 }
