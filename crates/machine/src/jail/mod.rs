@@ -139,7 +139,9 @@ impl Jail {
         if started.is_err() {
             // Not reaped by anybody yet, so the number is still its own.
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-            let _ = rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty());
+            let _ = rustix::io::retry_on_intr(|| {
+                rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::empty())
+            });
         }
         started
     }
@@ -152,10 +154,13 @@ fn attend(mut child: UnixStream, pid: Pid, uid: u32) -> io::Result<()> {
     loop {
         let mut length = 0;
         while length < message.len() {
-            match child.read(&mut message[length..])? {
-                0 if length == 0 => return Ok(()),
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                count => length += count,
+            match child.read(&mut message[length..]) {
+                Ok(0) if length == 0 => return Ok(()),
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => length += count,
+                // signal(7): a read with a timeout is not restarted, and any child of the server that ends is a signal.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
             }
         }
         match Message::decode(message) {

@@ -228,6 +228,31 @@ fn what_fails_before_the_program_runs_is_told() {
     assert!(error.to_string().starts_with("execute the program"), "{error}");
 }
 
+/// Whatever else the server starts ends sometimes.
+#[test]
+fn a_signal_meanwhile_does_not_keep_a_program_from_starting() {
+    use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
+
+    extern "C" fn nothing(_: libc::c_int) {}
+    let action = SigAction::new(SigHandler::Handler(nothing), SaFlags::SA_RESTART, SigSet::empty());
+    // SAFETY: the handler does nothing.
+    unsafe { sigaction(Signal::SIGUSR2, &action) }.unwrap();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    // SAFETY: always succeeds.
+    let waiting = unsafe { libc::pthread_self() };
+    let signals = std::thread::spawn(move || {
+        for _ in 0..50 {
+            // SAFETY: that thread waits for this one's end.
+            assert_eq!(unsafe { libc::pthread_kill(waiting, libc::SIGUSR2) }, 0);
+            std::thread::park_timeout(std::time::Duration::from_millis(2));
+        }
+        // As the program's start closes it.
+        drop(theirs);
+    });
+    attend(ours, rustix::process::getpid(), UID).unwrap();
+    signals.join().unwrap();
+}
+
 #[test]
 fn the_end_of_an_inmate_ends_whatever_it_has_started() {
     let jail = Prison::of_this_program();
