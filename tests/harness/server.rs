@@ -188,6 +188,10 @@ impl Server {
         &mut self.options
     }
 
+    pub fn options(&self) -> &Options {
+        &self.options
+    }
+
     pub fn client(&self) -> &Client {
         &self.client
     }

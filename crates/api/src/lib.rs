@@ -1,6 +1,7 @@
 //! The HTTP API's vocabulary: ids, requests, resources, error codes. Data only, no IO.
 //! Facts about what the published clients send and expect stand beside the fields they explain.
 
+mod account;
 mod error;
 mod event;
 mod exec;
@@ -14,6 +15,7 @@ mod snapshot;
 mod template;
 mod volume;
 
+pub use account::{Account, Quotas};
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{
     CpuMetrics, DiskMetrics, Event, EventKind, EventList, MemoryMetrics, Metrics, NetworkMetrics,

@@ -1,6 +1,6 @@
 //! `atoll key`: make, list and revoke keys.
 
-use api::{CreateKey, Key, NewKey, Scope};
+use api::{AccountId, CreateKey, Key, NewKey, Scope};
 use clap::{Args, Subcommand, ValueEnum};
 
 use crate::{
@@ -22,7 +22,8 @@ pub(crate) enum KeyCommand {
 #[command(after_help = "\
 Examples:
   atoll key create --label ci --expires-in-days 90
-  export ATOLL_KEY=$(sudo atoll key create --local)      # without a key, on the server's host")]
+  export ATOLL_KEY=$(sudo atoll key create --local)      # without a key, on the server's host
+  sudo atoll key create --local --account ada --label ada")]
 pub(crate) struct Create {
     /// What it is for
     #[arg(long)]
@@ -36,6 +37,9 @@ pub(crate) struct Create {
     /// Write it into the database on this host, as root; needs no key, and no server that runs
     #[arg(long)]
     local: bool,
+    /// Of another account than `default`, with --local
+    #[arg(long, value_name = "ACCOUNT", requires = "local")]
+    account: Option<AccountId>,
     #[command(flatten, next_help_heading = "Options with --local")]
     settings: Settings,
 }
@@ -83,7 +87,11 @@ impl Create {
         };
         let new: NewKey = if self.local {
             require_root("key create --local")?;
-            server::create_key(&self.settings.config_on_any_port()?, request).await?
+            let local = server::Local::open(self.settings.config_on_any_port()?).await?;
+            let account = self.account.unwrap_or_else(AccountId::default_account);
+            let new = local.create_key(&account, request).await;
+            local.close().await;
+            new?
         } else {
             connection.client()?.create_key(&request).await?
         };

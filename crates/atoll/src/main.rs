@@ -1,5 +1,6 @@
 //! The `atoll` program: `serve` is the server, every other command is a client of its API.
 
+mod account;
 mod copy;
 mod demo;
 mod doctor;
@@ -99,6 +100,7 @@ enum Command {
     Template(template::TemplateCommand),
     #[command(subcommand)]
     Key(key::KeyCommand),
+    Account(account::AccountCommand),
     Version(version::Version),
 }
 
@@ -136,6 +138,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Volume(command) => command.run(&connection).await?,
         Command::Template(command) => command.run(&connection).await?,
         Command::Key(command) => command.run(&connection).await?,
+        Command::Account(command) => command.run(connection.output()).await?,
         Command::Version(version) => version.run(connection.output())?,
     }
     Ok(ExitCode::SUCCESS)

@@ -4,12 +4,13 @@ use std::{
     net::{Ipv4Addr, SocketAddr},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
 use anyhow::Context;
 use clap::{Args, builder::FalseyValueParser};
-use server::{Config, Destination, HostPolicy, volume::VolumeLimits};
+use server::{Config, Destination, HostPolicy, account::Plans, volume::VolumeLimits};
 use tempfile::TempDir;
 
 use crate::{failure::Failure, limits::Limits};
@@ -54,6 +55,9 @@ pub(crate) struct Settings {
     /// What all volumes of an account may have together, in MiB, used or not [default: no limit]
     #[arg(long, env = "ATOLL_VOLUMES_TOTAL", value_name = "MIB")]
     volumes_total: Option<u64>,
+    /// A TOML file with plans for accounts, and prices [default: the plans `unlimited` and `free`]
+    #[arg(long, env = "ATOLL_SETTINGS", value_name = "FILE")]
+    settings: Option<PathBuf>,
     /// Serve /metrics without a key
     #[arg(long, env = "ATOLL_OPEN_METRICS", value_parser = FalseyValueParser::new())]
     open_metrics: bool,
@@ -88,7 +92,21 @@ impl Settings {
                 total_mb: self.volumes_total,
             },
             execs: self.limits.execs(),
+            plans: Arc::new(self.plans()?),
         })
+    }
+
+    fn plans(&self) -> Result<Plans, Failure> {
+        self.settings.as_deref().map_or_else(
+            || Ok(Plans::default()),
+            |path| {
+                Plans::read(path).map_err(|error| {
+                    let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
+                    Failure::new(format!("{error}{}", cause.unwrap_or_default()))
+                        .hint("docs/guides/accounts.md has an example of a settings file")
+                })
+            },
+        )
     }
 
     /// With a data directory of its own that goes with the guard, and the shared cache: a server may be running.

@@ -1,10 +1,11 @@
 //! The settings of a server, each with a default that suits one host.
 
-use std::{net::SocketAddr, num::NonZeroU32, path::PathBuf, time::Duration};
+use std::{net::SocketAddr, num::NonZeroU32, path::PathBuf, sync::Arc, time::Duration};
 
 use machine::network::HostPolicy;
 
 use crate::{
+    account::Plans,
     sandbox::{ExecLimits, Limits},
     volume::VolumeLimits,
 };
@@ -31,6 +32,7 @@ pub struct Config {
     pub capacity: Capacity,
     pub volumes: VolumeLimits,
     pub execs: ExecLimits,
+    pub plans: Arc<Plans>,
 }
 
 /// How much of the host may be used, and how much of the server by one client.
@@ -94,6 +96,7 @@ impl Config {
             capacity: Capacity::default(),
             volumes: VolumeLimits { most: 8, largest_mb: 1024, total_mb: None },
             execs: ExecLimits::default(),
+            plans: Arc::default(),
         }
     }
 

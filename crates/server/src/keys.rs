@@ -17,6 +17,7 @@ use uuid::Uuid;
 
 use crate::{
     Error,
+    account::{Plan, Plans},
     clock::{self, Clock},
     db::{Db, KeyRow},
     ticket::Ticket,
@@ -42,13 +43,19 @@ type Hash = [u8; 32];
 pub struct Caller {
     pub account: AccountId,
     pub scope: Scope,
+    pub plan: Arc<Plan>,
     /// Of a request with an `Idempotency-Key`.
     pub ticket: Option<Ticket>,
 }
 
 impl Caller {
-    fn new(account: AccountId, scope: Scope) -> Self {
-        Self { account, scope, ticket: None }
+    fn new(account: AccountId, scope: Scope, plan: Arc<Plan>) -> Self {
+        Self { account, scope, plan, ticket: None }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn testing() -> Self {
+        Self::new(AccountId::default_account(), Scope::Full, Arc::new(Plan::unlimited()))
     }
 
     /// For the so-manieth thing that the request makes.
@@ -65,6 +72,7 @@ impl Caller {
 pub struct Keys {
     db: Db,
     clock: Clock,
+    plans: Arc<Plans>,
     /// Of the setting's key: full scope, the default account.
     fixed: Option<Hash>,
     known: RwLock<Arc<Known>>,
@@ -75,6 +83,8 @@ pub struct Keys {
 /// The keys as they were at one time.
 struct Known {
     read: Instant,
+    /// Of the default account, which has the setting's key.
+    default_plan: Arc<Plan>,
     /// By the first bytes of their hashes; the rest is compared in constant time.
     keys: HashMap<[u8; 8], Vec<(Hash, KnownKey)>>,
 }
@@ -94,8 +104,9 @@ impl Keys {
         db: Db,
         clock: Clock,
         fixed: Option<String>,
+        plans: Arc<Plans>,
     ) -> Result<(Self, Option<String>), Error> {
-        let keys = Self::load(db, clock, fixed).await?;
+        let keys = Self::load(db, clock, fixed, plans).await?;
         let has_none = keys.known.read().unwrap_or_else(PoisonError::into_inner).keys.is_empty();
         if !has_none || keys.fixed.is_some() {
             return Ok((keys, None));
@@ -109,10 +120,16 @@ impl Keys {
     ///
     /// # Errors
     /// The rows cannot be read.
-    pub(crate) async fn load(db: Db, clock: Clock, fixed: Option<String>) -> Result<Self, Error> {
-        let known = Known::read(&db).await?;
+    pub(crate) async fn load(
+        db: Db,
+        clock: Clock,
+        fixed: Option<String>,
+        plans: Arc<Plans>,
+    ) -> Result<Self, Error> {
+        let known = Known::read(&db, &plans).await?;
         let fixed = fixed.filter(|key| !key.is_empty()).map(|key| hash(&key));
-        Ok(Self { db, clock, fixed, known: RwLock::new(Arc::new(known)), reading: Mutex::new(()) })
+        let known = RwLock::new(Arc::new(known));
+        Ok(Self { db, clock, plans, fixed, known, reading: Mutex::new(()) })
     }
 
     /// # Errors
@@ -120,7 +137,10 @@ impl Keys {
     pub async fn verify(&self, key: &str) -> Result<Caller, Error> {
         let hash = hash(key);
         if self.fixed.is_some_and(|fixed| bool::from(fixed.ct_eq(&hash))) {
-            return Ok(Caller::new(AccountId::default_account(), Scope::Full));
+            // Valid whatever becomes of the database.
+            let known = self.fresh().await.unwrap_or_else(|_| self.known());
+            let plan = Arc::clone(&known.default_plan);
+            return Ok(Caller::new(AccountId::default_account(), Scope::Full, plan));
         }
         let known = self.fresh().await?;
         let key = known.find(&hash).ok_or_else(unauthenticated)?;
@@ -247,7 +267,7 @@ impl Keys {
     }
 
     async fn read(&self) -> Result<(), Error> {
-        let known = Arc::new(Known::read(&self.db).await?);
+        let known = Arc::new(Known::read(&self.db, &self.plans).await?);
         *self.known.write().unwrap_or_else(PoisonError::into_inner) = known;
         Ok(())
     }
@@ -258,21 +278,28 @@ impl Keys {
 }
 
 impl Known {
-    async fn read(db: &Db) -> Result<Self, Error> {
+    async fn read(db: &Db, plans: &Plans) -> Result<Self, Error> {
         // Taken before the rows: what is written meanwhile is read the next time.
         let read = Instant::now();
+        let accounts = db.accounts().await?;
+        let plan_of = |account: &AccountId| {
+            let row = accounts.iter().find(|row| row.id == *account);
+            let name = row.and_then(|row| row.plan.as_deref());
+            plans.get(name).unwrap_or_else(|| Arc::new(Plan::unknown(name.unwrap_or_default())))
+        };
         let mut keys: HashMap<[u8; 8], Vec<(Hash, KnownKey)>> = HashMap::new();
         for row in db.keys().await? {
             let Some(hash) = from_hexadecimal(&row.hash) else {
                 return Err(Error::internal(format!("the hash of key {} is unreadable", row.id)));
             };
+            let plan = plan_of(&row.account);
             let key = KnownKey {
-                caller: Caller::new(row.account, row.scope),
+                caller: Caller::new(row.account, row.scope, plan),
                 expires_at: row.expires_at,
             };
             keys.entry(start(&hash)).or_default().push((hash, key));
         }
-        Ok(Self { read, keys })
+        Ok(Self { read, default_plan: plan_of(&AccountId::default_account()), keys })
     }
 
     fn find(&self, hash: &Hash) -> Option<&KnownKey> {
@@ -337,7 +364,10 @@ mod tests {
 
     async fn keys(database: &testing::Database, clock: &Clock) -> Keys {
         let db = Db::connect(database.url()).await.unwrap();
-        Keys::open(db, clock.clone(), Some("the setting's".to_owned())).await.unwrap().0
+        Keys::open(db, clock.clone(), Some("the setting's".to_owned()), Arc::default())
+            .await
+            .unwrap()
+            .0
     }
 
     async fn is_refused(keys: &Keys, key: &str) -> bool {
@@ -355,7 +385,7 @@ mod tests {
         assert!(new.token.starts_with(&new.key.prefix) && new.token.len() >= 4 + 43);
         assert_eq!(
             keys.verify(&new.token).await.unwrap(),
-            Caller::new(account.clone(), Scope::Read)
+            Caller::new(account.clone(), Scope::Read, Arc::new(Plan::unlimited()))
         );
         assert!(is_refused(&keys, &new.token[..new.token.len() - 1]).await);
         assert_eq!(keys.list(&account).await.unwrap().len(), 1);
@@ -382,7 +412,8 @@ mod tests {
     async fn an_empty_setting_is_no_key() {
         let database = testing::sqlite();
         let db = Db::connect(database.url()).await.unwrap();
-        let (keys, _) = Keys::open(db, Clock::default(), Some(String::new())).await.unwrap();
+        let (keys, _) =
+            Keys::open(db, Clock::default(), Some(String::new()), Arc::default()).await.unwrap();
         assert!(is_refused(&keys, "").await);
     }
 
@@ -390,9 +421,10 @@ mod tests {
     async fn a_new_server_without_a_setting_has_one_key_and_tells_it_once() {
         let database = testing::sqlite();
         let db = Db::connect(database.url()).await.unwrap();
-        let (keys, first) = Keys::open(db.clone(), Clock::default(), None).await.unwrap();
+        let (keys, first) =
+            Keys::open(db.clone(), Clock::default(), None, Arc::default()).await.unwrap();
         assert_eq!(keys.verify(&first.unwrap()).await.unwrap().scope, Scope::Full);
-        assert_eq!(Keys::open(db, Clock::default(), None).await.unwrap().1, None);
+        assert_eq!(Keys::open(db, Clock::default(), None, Arc::default()).await.unwrap().1, None);
     }
 
     #[tokio::test]

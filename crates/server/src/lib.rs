@@ -1,5 +1,6 @@
 //! The server: an HTTP API in front of sandboxes, their lifecycle, and the rows that remember them.
 
+pub mod account;
 mod agent_binary;
 pub mod app;
 mod blocking;
@@ -12,7 +13,7 @@ pub mod error;
 pub mod http;
 mod instance;
 pub mod keys;
-mod local_key;
+mod local;
 mod metrics;
 mod privileges;
 mod run;
@@ -27,7 +28,7 @@ pub use agent_binary::AGENT;
 pub use app::App;
 pub use config::{Capacity, Config};
 pub use error::Error;
-pub use local_key::create_key;
+pub use local::Local;
 pub use machine::network::{Destination, HostPolicy};
 pub use privileges::give_up_privileges;
 pub use run::{prepare, run};

@@ -13,6 +13,7 @@ use tokio::net::TcpListener;
 
 use crate::{
     AGENT, App, Config, Error,
+    account::Plans,
     buffers::Buffers,
     clock::Clock,
     db::Db,
@@ -80,9 +81,15 @@ pub async fn run(
         volumes: Arc::clone(&volumes),
     };
     let sandboxes = Sandboxes::new(parts, &config)?;
+    check_plans(&ground.db, &config.plans).await?;
     sandboxes.recover().await?;
-    let (keys, first_key) =
-        Keys::open(ground.db.clone(), ground.clock.clone(), config.api_key.clone()).await?;
+    let (keys, first_key) = Keys::open(
+        ground.db.clone(),
+        ground.clock.clone(),
+        config.api_key.clone(),
+        Arc::clone(&config.plans),
+    )
+    .await?;
     let app = Arc::new(App {
         buffers: Buffers::new(config.capacity.buffer_bytes),
         rate: Rate::new(config.capacity.rate_limit),
@@ -325,6 +332,19 @@ fn open_files() -> usize {
         }
     };
     now.map_or(usize::MAX, |files| usize::try_from(files).unwrap_or(usize::MAX))
+}
+
+async fn check_plans(db: &Db, plans: &Plans) -> Result<(), Error> {
+    let accounts = db.accounts().await?;
+    let lost = accounts.iter().find(|account| plans.get(account.plan.as_deref()).is_none());
+    lost.map_or(Ok(()), |account| {
+        Err(refuse(format!(
+            "account `{}` has the plan `{}`, but there are only {}; name it in the settings file (--settings), or give the account another with `atoll account set-plan`",
+            account.id,
+            account.plan.as_deref().unwrap_or_default(),
+            plans.names()
+        )))
+    })
 }
 
 /// Told to the person who starts the server.

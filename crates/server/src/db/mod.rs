@@ -1,9 +1,11 @@
 //! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
 
+mod accounts;
 mod events;
 mod execs;
 mod keyed;
 mod keys;
+mod quotas;
 mod sandboxes;
 mod snapshots;
 mod templates;
@@ -22,6 +24,7 @@ use sqlx::{
 };
 
 pub(crate) use self::{
+    accounts::AccountRow,
     events::EventRow,
     execs::{ExecPlace, ExecRow, ExecSum, ShortOutput},
     keyed::KeyedRow,
@@ -224,9 +227,10 @@ mod tests {
                 };
                 assert_eq!(tell(&read[0]), tell(row));
             };
-            db.insert_sandbox(&row).await.unwrap();
+            let plan = crate::account::Plan::unlimited();
+            db.insert_sandbox(&row, &plan).await.unwrap();
             same(&row).await;
-            assert!(db.insert_sandbox(&row).await.is_err());
+            assert!(db.insert_sandbox(&row, &plan).await.is_err());
 
             row = SandboxRow {
                 state: State::Running,

@@ -7,9 +7,10 @@ use machine::network::Traffic;
 use serde::Serialize;
 use sqlx::{Row as _, any::AnyRow};
 
-use super::{Db, signed, unsigned};
+use super::{Db, quotas::admit, signed, unsigned};
 use crate::{
     Error,
+    account::{Amounts, Plan},
     sandbox::{State, Target},
 };
 
@@ -50,8 +51,25 @@ const COLUMNS: &str = "id, account, template, bake, cpu, memory_mb, disk_mb, sta
      created_at, ttl_seconds, expires_at, slot, boot_ms, error, network, sent_bytes, received_bytes, from_snapshot, \
      ttl_left_ms, idle_seconds";
 
+impl SandboxRow {
+    /// What it takes of its account's.
+    pub(crate) fn amounts(&self) -> Amounts {
+        Amounts {
+            sandboxes: 1,
+            vcpus: self.cpu.into(),
+            memory_mb: self.memory_mb,
+            disk_bytes: self.disk_mb << 20,
+            ..Amounts::default()
+        }
+    }
+}
+
 impl Db {
-    pub(crate) async fn insert_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
+    /// # Errors
+    /// The plan does not allow one more.
+    pub(crate) async fn insert_sandbox(&self, row: &SandboxRow, plan: &Plan) -> Result<(), Error> {
+        let mut transaction = self.pool().begin().await?;
+        admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
         sqlx::query(&format!(
             "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)"
         ))
@@ -78,8 +96,9 @@ impl Db {
         .bind(row.from_snapshot.map(|id| id.to_string()))
         .bind(row.ttl_left_ms)
         .bind(row.idle_seconds.map(signed).transpose()?)
-        .execute(self.pool())
+        .execute(&mut *transaction)
         .await?;
+        transaction.commit().await?;
         Ok(())
     }
 

@@ -3,8 +3,11 @@
 use api::{AccountId, SandboxId, SnapshotId, TemplateName};
 use sqlx::{Row as _, any::AnyRow};
 
-use super::{Db, signed, unsigned};
-use crate::Error;
+use super::{Db, quotas::admit, signed, unsigned};
+use crate::{
+    Error,
+    account::{Amounts, Plan},
+};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SnapshotRow {
@@ -27,7 +30,18 @@ const COLUMNS: &str =
     "id, account, sandbox_id, template, name, cpu, memory_mb, disk_mb, tree, created_at";
 
 impl Db {
-    pub(crate) async fn insert_snapshot(&self, row: &SnapshotRow) -> Result<(), Error> {
+    /// # Errors
+    /// The plan does not allow one more of the account's own.
+    pub(crate) async fn insert_snapshot(
+        &self,
+        row: &SnapshotRow,
+        plan: Option<&Plan>,
+    ) -> Result<(), Error> {
+        let mut transaction = self.pool().begin().await?;
+        if let Some(plan) = plan {
+            let one = Amounts { snapshots: 1, ..Amounts::default() };
+            admit(&mut transaction, &row.account, plan, &one).await?;
+        }
         sqlx::query(&format!(
             "INSERT INTO snapshots ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
         ))
@@ -41,8 +55,9 @@ impl Db {
         .bind(signed(row.disk_mb)?)
         .bind(&row.tree)
         .bind(row.created_at)
-        .execute(self.pool())
+        .execute(&mut *transaction)
         .await?;
+        transaction.commit().await?;
         Ok(())
     }
 

@@ -3,8 +3,11 @@
 use api::{AccountId, SandboxId, VolumeId, VolumeKind, VolumeName};
 use sqlx::{AnyConnection, Row as _, any::AnyRow};
 
-use super::{Db, signed, unsigned};
-use crate::Error;
+use super::{Db, quotas::admit, signed, unsigned};
+use crate::{
+    Error,
+    account::{Amounts, Plan},
+};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct VolumeRow {
@@ -49,9 +52,21 @@ const COLUMNS: &str = "id, account, name, kind, size_bytes, created_at";
 const SELECT_ATTACHMENTS: &str = "SELECT volume, sandbox, slot, read_only, mount_path, name \
      FROM attachments JOIN volumes ON volumes.id = attachments.volume";
 
+impl VolumeRow {
+    /// What it takes of its account's.
+    pub(crate) fn amounts(&self) -> Amounts {
+        Amounts { volumes: 1, disk_bytes: self.size_bytes, ..Amounts::default() }
+    }
+}
+
 impl Db {
     /// False when the name is taken.
-    pub(crate) async fn insert_volume(&self, row: &VolumeRow) -> Result<bool, Error> {
+    ///
+    /// # Errors
+    /// The plan does not allow it.
+    pub(crate) async fn insert_volume(&self, row: &VolumeRow, plan: &Plan) -> Result<bool, Error> {
+        let mut transaction = self.pool().begin().await?;
+        admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
         let done = sqlx::query(&format!(
             "INSERT INTO volumes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT DO NOTHING"
         ))
@@ -61,8 +76,9 @@ impl Db {
         .bind(row.kind.to_string())
         .bind(signed(row.size_bytes)?)
         .bind(row.created_at)
-        .execute(self.pool())
+        .execute(&mut *transaction)
         .await?;
+        transaction.commit().await?;
         Ok(done.rows_affected() == 1)
     }
 
@@ -101,12 +117,24 @@ impl Db {
         ids.iter().map(|id| id.parse().map_err(|_| unread("id"))).collect()
     }
 
-    pub(crate) async fn set_volume_size(&self, id: &VolumeId, bytes: u64) -> Result<(), Error> {
+    /// # Errors
+    /// The plan does not allow so much more than `row` has.
+    pub(crate) async fn set_volume_size(
+        &self,
+        row: &VolumeRow,
+        bytes: u64,
+        plan: &Plan,
+    ) -> Result<(), Error> {
+        let mut transaction = self.pool().begin().await?;
+        let more = bytes.saturating_sub(row.size_bytes);
+        let more = Amounts { disk_bytes: more, ..Amounts::default() };
+        admit(&mut transaction, &row.account, plan, &more).await?;
         sqlx::query("UPDATE volumes SET size_bytes = $2 WHERE id = $1")
-            .bind(id.to_string())
+            .bind(row.id.to_string())
             .bind(signed(bytes)?)
-            .execute(self.pool())
+            .execute(&mut *transaction)
             .await?;
+        transaction.commit().await?;
         Ok(())
     }
 
@@ -266,8 +294,9 @@ mod tests {
         for database in testing::databases().await {
             let db = Db::connect(database.url()).await.unwrap();
             let volume = row("data");
-            assert!(db.insert_volume(&volume).await.unwrap());
-            assert!(!db.insert_volume(&row("data")).await.unwrap(), "the name is taken");
+            let plan = Plan::unlimited();
+            assert!(db.insert_volume(&volume, &plan).await.unwrap());
+            assert!(!db.insert_volume(&row("data"), &plan).await.unwrap(), "the name is taken");
 
             let writer = hold(&volume, 0, false);
             assert_eq!(db.claim_volumes(std::slice::from_ref(&writer)).await.unwrap(), Claim::Held);
@@ -302,7 +331,9 @@ mod tests {
         for database in testing::databases().await {
             let db = Db::connect(database.url()).await.unwrap();
             let (one, two) = (row("one"), row("two"));
-            assert!(db.insert_volume(&one).await.unwrap() && db.insert_volume(&two).await.unwrap());
+            for volume in [&one, &two] {
+                assert!(db.insert_volume(volume, &Plan::unlimited()).await.unwrap());
+            }
             let claims = (0..16).map(|turn| {
                 let sandbox = SandboxId::random();
                 let mut both: Vec<_> = [(&one, 0), (&two, 1)]

@@ -58,7 +58,7 @@ async fn caller_of(
     };
     let key = key_in(headers).ok_or_else(unauthenticated)?;
     let caller = app.keys.verify(key).await?;
-    app.rate.check(key)?;
+    app.rate.check(key, &caller)?;
     match (required, caller.scope) {
         (Scope::Read, Scope::Read | Scope::Full) | (Scope::Full, Scope::Full) => Ok(Some(caller)),
         (Scope::Full, Scope::Read) => {

@@ -56,6 +56,16 @@ impl IntoResponse for Error {
     }
 }
 
+/// The client of that dialect takes a 429 for a reason to try again.
+pub(super) fn in_machines_dialect(error: Error) -> Response {
+    let is_over_quota = error.code == ErrorCode::QuotaExceeded;
+    let mut response = error.into_response();
+    if is_over_quota {
+        *response.status_mut() = StatusCode::FORBIDDEN;
+    }
+    response
+}
+
 pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
     let began = Instant::now();
     let id = request_id(request.headers());

@@ -35,9 +35,16 @@ pub(super) async fn start(
     caller: Caller,
     Id(id): Id,
     query: Query,
-    Input(request): Input<StartExec, LONGEST_BODY>,
+    Input(mut request): Input<StartExec, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let wait = milliseconds(&query)?;
+    // The same for a request that comes again.
+    let exec_id = request.exec_id.get_or_insert_with(|| caller.new_id(0));
+    if caller.asks_again()
+        && let Ok(exec) = app.sandboxes.exec(&caller.account, &id, exec_id.as_str(), wait).await
+    {
+        return Ok(Output(StatusCode::ACCEPTED, exec).into_response());
+    }
     match app.sandboxes.start_exec(&caller.account, &id, request, wait).await? {
         Started::Is(exec) => Ok(Output(StatusCode::ACCEPTED, exec).into_response()),
         Started::May(exec_id, error) => Ok(may_have_started(&exec_id, error)),

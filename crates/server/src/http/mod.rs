@@ -17,6 +17,7 @@ mod logs;
 mod machine_execs;
 mod networks;
 mod query;
+mod quotas;
 mod range;
 mod rate;
 mod sandboxes;
@@ -61,6 +62,7 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Read,    routes!(keys::list)),
         (Full,    routes!(keys::create)),
         (Full,    routes!(keys::revoke)),
+        (Read,    routes!(quotas::get)),
 
         (Read,    routes!(templates::list)),
         (Read,    routes!(templates::get)),

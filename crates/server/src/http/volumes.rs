@@ -2,14 +2,17 @@
 
 use std::sync::Arc;
 
-use api::{CreateVolume, ErrorCode, UpdateVolume, Volume, VolumeList};
+use api::{CreateVolume, UpdateVolume, Volume, VolumeList};
 use axum::{
     extract::State,
     response::{IntoResponse, Response},
 };
 use http::StatusCode;
 
-use super::body::{Input, Named, Output, ok};
+use super::{
+    body::{Input, Named, Output, ok},
+    edge::in_machines_dialect,
+};
 use crate::{App, Error, keys::Caller};
 
 /// With a file system from the start; it takes of the disk what is written to it.
@@ -22,15 +25,8 @@ pub(super) async fn create(
     let by_gb = request.size_gb.is_some();
     match app.sandboxes.create_volume(&caller, request).await {
         Ok(volume) => Output(StatusCode::CREATED, volume).into_response(),
-        Err(error) => {
-            // The client that speaks of GB takes a 429 for a reason to try again.
-            let over_quota = error.code == ErrorCode::QuotaExceeded;
-            let mut response = error.into_response();
-            if by_gb && over_quota {
-                *response.status_mut() = StatusCode::FORBIDDEN;
-            }
-            response
-        }
+        Err(error) if by_gb => in_machines_dialect(error),
+        Err(error) => error.into_response(),
     }
 }
 
@@ -60,8 +56,13 @@ pub(super) async fn update(
     caller: Caller,
     Named(id): Named,
     Input(request): Input<UpdateVolume>,
-) -> Result<Output<Volume>, Error> {
-    Ok(ok(app.sandboxes.grow_volume(&caller, &id, request).await?))
+) -> Response {
+    let by_gb = request.size_gb.is_some();
+    match app.sandboxes.grow_volume(&caller, &id, request).await {
+        Ok(volume) => ok(volume).into_response(),
+        Err(error) if by_gb => in_machines_dialect(error),
+        Err(error) => error.into_response(),
+    }
 }
 
 /// For ever. Not while it is attached.

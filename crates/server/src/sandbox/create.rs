@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{AccountId, CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName};
+use api::{CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName};
 use machine::{Shape, network::Traffic};
 use store::template::Template;
 use tokio::time::Instant;
@@ -19,6 +19,7 @@ use super::{
 };
 use crate::{
     Error,
+    account::Amounts,
     db::{AttachmentRow, SandboxRow},
     keys::Caller,
 };
@@ -175,8 +176,8 @@ impl Sandboxes {
         let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
         let origin = match request.from_snapshot.as_deref() {
-            Some(id) => self.snapshot_origin(account, id).await?,
-            None => self.template_origin(account, &request, began).await?,
+            Some(id) => self.snapshot_origin(caller, id).await?,
+            None => self.template_origin(caller, &request, began).await?,
         };
         let draft = Draft {
             id,
@@ -207,11 +208,12 @@ impl Sandboxes {
     }
 
     /// The snapshot decides on template and sizes: the published clients name a template all the same.
-    async fn snapshot_origin(&self, account: &AccountId, id: &str) -> Result<Origin, Error> {
+    async fn snapshot_origin(&self, caller: &Caller, id: &str) -> Result<Origin, Error> {
         let id = id
             .parse()
             .map_err(|_| Error::not_found("`from_snapshot`: there is no snapshot with this id"))?;
-        let (row, saved) = self.saved_snapshot(account, &id).await?;
+        let (row, saved) = self.saved_snapshot(&caller.account, &id).await?;
+        self.check_quota(caller, &one_of(row.cpu, row.memory_mb, row.disk_mb)).await?;
         Ok(Origin {
             template: row.template,
             saved,
@@ -224,10 +226,11 @@ impl Sandboxes {
 
     async fn template_origin(
         &self,
-        account: &AccountId,
+        caller: &Caller,
         request: &CreateSandbox,
         began: Instant,
     ) -> Result<Origin, Error> {
+        let account = &caller.account;
         let name: TemplateName = request
             .template
             .as_deref()
@@ -245,7 +248,8 @@ impl Sandboxes {
             )));
         }
         let disk_mb = pick("disk_mb", " (MiB)", request.disk_mb, defaults.disk_mb, &DISK_MIB)?;
-        // A size that will never fit need not be baked.
+        // What is refused in the end need not be baked.
+        self.check_quota(caller, &one_of(cpu, memory_mb, disk_mb)).await?;
         self.could_ever_fit(&Need::of_clone(memory_mb << 20))?;
         let template = self.templates.built(account, &name, BAKE_PATIENCE).await?;
         if disk_mb < template.disk_mb {
@@ -259,6 +263,14 @@ impl Sandboxes {
         Ok(Origin { template: name, saved, cpu, memory_mb, disk_mb, from_snapshot: None })
     }
 
+    /// Before anything is waited for. What is admitted counts when its row is written, where this is checked again.
+    ///
+    /// # Errors
+    /// The plan does not allow so much more.
+    pub(super) async fn check_quota(&self, caller: &Caller, more: &Amounts) -> Result<(), Error> {
+        caller.plan.check(&self.db.amounts(&caller.account).await?, more)
+    }
+
     /// Goes on to its end when whoever asked has gone: a volume is not left claimed for nobody.
     pub(super) async fn create_draft(self: &Arc<Self>, draft: Draft) -> Result<Sandbox, Error> {
         let sandboxes = Arc::clone(self);
@@ -270,6 +282,7 @@ impl Sandboxes {
 
     async fn make(self: &Arc<Self>, draft: Draft) -> Result<Sandbox, Error> {
         let Draft { saved, attachments, began, .. } = draft;
+        let plan = draft.caller.plan;
         let need = Need::of_clone(draft.memory_mb << 20);
         let admitted = self.admit(need, BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
         let row = SandboxRow {
@@ -301,7 +314,7 @@ impl Sandboxes {
         }
         let inserted = async {
             fault::point!("create.row_inserting", Error::internal);
-            self.db.insert_sandbox(&row).await
+            self.db.insert_sandbox(&row, &plan).await
         };
         if let Err(error) = inserted.await {
             self.volumes.free(&row.id, &attachments).await?;
@@ -321,6 +334,12 @@ impl Sandboxes {
         fault::point!("create.answering");
         Ok(entry.shown(&self.accelerator_name(), &self.clock))
     }
+}
+
+/// What one sandbox takes of its account's.
+fn one_of(cpu: u32, memory_mb: u64, disk_mb: u64) -> Amounts {
+    let disk_bytes = disk_mb << 20;
+    Amounts { sandboxes: 1, vcpus: cpu.into(), memory_mb, disk_bytes, ..Amounts::default() }
 }
 
 /// What a create starts from.

@@ -13,8 +13,9 @@ use super::{
     again::tree_of,
     create::{Draft, check_metadata, ttl_of},
     registry::Entry,
+    snapshots::Purpose,
 };
-use crate::{Error, keys::Caller};
+use crate::{Error, db::SandboxRow, keys::Caller};
 
 const MOST_CHILDREN: u32 = 16;
 /// In a child's metadata: which tree it is of.
@@ -124,7 +125,11 @@ impl Sandboxes {
         metadata.extend(tree.iter().map(|tree| (TREE.to_owned(), tree.clone())));
         check_metadata(&metadata)?;
 
-        let snapshot = self.take_snapshot(parent, ids.snapshot, String::new(), tree).await?;
+        // Refused before the parent stands still for it; each counts when its row is written.
+        let all = parent.look(SandboxRow::amounts).times(ids.children.len() as u64);
+        self.check_quota(caller, &all).await?;
+        let purpose = Purpose::Fork { tree };
+        let snapshot = self.take_snapshot(parent, ids.snapshot, String::new(), purpose).await?;
         let children = self.children(ids, &caller.account, |id, saved_row, saved| Draft {
             id,
             caller: caller.clone(),

@@ -14,11 +14,26 @@ use super::{
     saved::{SavedMachine, snapshot_key},
     state::{State, Wish},
 };
-use crate::{Error, blocking::blocking, clock, db::SnapshotRow, keys::Caller};
+use crate::{
+    Error,
+    account::{Amounts, Plan},
+    blocking::blocking,
+    clock,
+    db::SnapshotRow,
+    keys::Caller,
+};
 
 /// Whoever else does something to the machine ends within its own deadlines.
 const TURN: Duration = Duration::from_secs(25);
 const LONGEST_NAME: usize = 256;
+
+/// What a snapshot is for.
+pub(super) enum Purpose {
+    /// One of the account's own.
+    Kept(Arc<Plan>),
+    /// Where children begin.
+    Fork { tree: Option<String> },
+}
 
 impl Sandboxes {
     /// The sandbox goes on, whether this works or not.
@@ -45,7 +60,10 @@ impl Sandboxes {
             return self.shown_snapshot(row).await;
         }
         let entry = self.registry.find(&caller.account, id)?;
-        let row = self.take_snapshot(&entry, new, name, None).await?;
+        let one = Amounts { snapshots: 1, ..Amounts::default() };
+        self.check_quota(caller, &one).await?;
+        let of = Purpose::Kept(Arc::clone(&caller.plan));
+        let row = self.take_snapshot(&entry, new, name, of).await?;
         self.tell(&entry, EventKind::Snapshotted, Some(row.id.to_string()));
         self.shown_snapshot(row).await
     }
@@ -56,7 +74,7 @@ impl Sandboxes {
         entry: &Arc<Entry>,
         id: SnapshotId,
         name: String,
-        tree: Option<String>,
+        purpose: Purpose,
     ) -> Result<SnapshotRow, Error> {
         let (sandboxes, entry) = (Arc::clone(self), Arc::clone(entry));
         let task = self.tasks.spawn(async move {
@@ -74,7 +92,7 @@ impl Sandboxes {
                 )
             })?;
             entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
-            sandboxes.snapshot_in_turn(&entry, id, name, tree, &turn).await
+            sandboxes.snapshot_in_turn(&entry, id, name, purpose, &turn).await
         });
         task.await.map_err(Error::internal)?
     }
@@ -84,9 +102,13 @@ impl Sandboxes {
         entry: &Entry,
         id: SnapshotId,
         name: String,
-        tree: Option<String>,
+        purpose: Purpose,
         _turn: &MutexGuard<'_, ()>,
     ) -> Result<SnapshotRow, Error> {
+        let (plan, tree) = match purpose {
+            Purpose::Kept(plan) => (Some(plan), None),
+            Purpose::Fork { tree } => (None, tree),
+        };
         // Before anything is unmounted for it.
         self.admit_bytes(0)?;
         let row = entry.look(|row| SnapshotRow {
@@ -137,7 +159,7 @@ impl Sandboxes {
         blocking(move || draft.publish(manifest)).await?;
         fault::point!("snapshot.published");
         // The files come first: without a row they are swept, a row without files would be a lie.
-        if let Err(error) = self.db.insert_snapshot(&row).await {
+        if let Err(error) = self.db.insert_snapshot(&row, plan.as_deref()).await {
             let (layout, id) = (self.sites.layout.clone(), row.id);
             blocking(move || store::snapshot::remove(&layout, &id)).await?;
             return Err(error);

@@ -241,7 +241,7 @@ impl Sandboxes {
         request: UpdateVolume,
     ) -> Result<Volume, Error> {
         let account = &caller.account;
-        let (held, bytes) = match self.volumes.grow(account, id_or_name, &request).await? {
+        let (held, bytes) = match self.volumes.grow(caller, id_or_name, &request).await? {
             Growth::Done(volume) => return Ok(volume),
             Growth::Attached { held, bytes } => (held, bytes),
         };
@@ -252,7 +252,7 @@ impl Sandboxes {
         let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
             return Err(registry::not_found());
         };
-        let grown = self.volumes.lengthen(account, &held, bytes).await?;
+        let grown = self.volumes.lengthen(caller, &held, bytes).await?;
         inside.machine.resize_volume(held.slot, bytes).await?;
         guest.call(Request::VolumeGrow { slot: held.slot }, GROW_DEADLINE).await?;
         Ok(grown)

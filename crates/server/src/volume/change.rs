@@ -5,6 +5,7 @@ use api::{AccountId, CreateVolume, UpdateVolume, Volume, VolumeId, VolumeKind};
 use super::{LEAST_MB, Volumes, check_size, not_found, shown, taken};
 use crate::{
     Error,
+    account::Plan,
     blocking::blocking,
     db::{AttachmentRow, VolumeRow},
     keys::Caller,
@@ -45,8 +46,14 @@ impl Volumes {
         let named = request.size_mb.is_some() || request.size_gb.is_some();
         let bytes = match &source {
             Some(source) if !named => source.size_bytes,
-            Some(_) | None => check_size(request.size_mb, request.size_gb, &allowed)?,
+            Some(_) | None => check_size(
+                request.size_mb,
+                request.size_gb,
+                &allowed,
+                caller.plan.limits.volume_min_gb,
+            )?,
         };
+        caller.plan.check_volume(bytes)?;
         if source.as_ref().is_some_and(|source| bytes < source.size_bytes) {
             return Err(Error::invalid("`size_mb` must be at least the size of `from_volume`"));
         }
@@ -63,12 +70,17 @@ impl Volumes {
             Some(source) => Some(self.begin_copy(source.id).await?),
             None => None,
         };
-        self.make(&row, source.map(|source| source.id)).await?;
+        self.make(&row, source.map(|source| source.id), &caller.plan).await?;
         Ok(shown(&row, &[]))
     }
 
     /// Room under the limits, bytes, row.
-    async fn make(&self, row: &VolumeRow, source: Option<VolumeId>) -> Result<(), Error> {
+    async fn make(
+        &self,
+        row: &VolumeRow,
+        source: Option<VolumeId>,
+        plan: &Plan,
+    ) -> Result<(), Error> {
         let _turn = self.sizes.lock().await;
         let theirs = self.db.volumes(&row.account).await?;
         if theirs.iter().any(|other| other.name == row.name) {
@@ -76,6 +88,8 @@ impl Volumes {
         }
         let provisioned: u64 = theirs.iter().map(|other| other.size_bytes).sum();
         self.check_limits(theirs.len() + 1, provisioned + row.size_bytes)?;
+        // Before the bytes are written; it counts when its row is.
+        plan.check(&self.db.amounts(&row.account).await?, &row.amounts())?;
         let (layout, id, bytes) = (self.layout.clone(), row.id, row.size_bytes);
         blocking(move || match source {
             Some(source) => {
@@ -85,7 +99,7 @@ impl Volumes {
             None => store::volume::create(&layout, &id, bytes),
         })
         .await?;
-        let inserted = self.db.insert_volume(row).await;
+        let inserted = self.db.insert_volume(row, plan).await;
         if matches!(inserted, Ok(true)) {
             return Ok(());
         }
@@ -132,18 +146,25 @@ impl Volumes {
     /// 400 for less than it has; 409 while it is read, for its file system would change behind its readers.
     pub(crate) async fn grow(
         &self,
-        account: &AccountId,
+        caller: &Caller,
         id_or_name: &str,
         request: &UpdateVolume,
     ) -> Result<Growth, Error> {
         if request.size_mb.is_none() && request.size_gb.is_none() {
             return Err(Error::invalid("`size_mb` is missing: what the volume shall grow to"));
         }
-        let bytes =
-            check_size(request.size_mb, request.size_gb, &(LEAST_MB..=self.limits.largest_mb))?;
+        let bytes = check_size(
+            request.size_mb,
+            request.size_gb,
+            &(LEAST_MB..=self.limits.largest_mb),
+            None,
+        )?;
         let _turn = self.sizes.lock().await;
-        let mut row = self.find(account, id_or_name).await?;
+        let mut row = self.find(&caller.account, id_or_name).await?;
         self.check_growth(&row, bytes).await?;
+        if bytes > row.size_bytes {
+            caller.plan.check_volume(bytes)?;
+        }
         let _changing = match self.begin_change(row.id).await? {
             Ok(changing) => changing,
             Err(holders) => {
@@ -156,10 +177,27 @@ impl Volumes {
             }
         };
         let (layout, id) = (self.layout.clone(), row.id);
-        blocking(move || store::volume::grow_offline(&layout, &id, bytes)).await?;
-        self.db.set_volume_size(&row.id, bytes).await?;
-        row.size_bytes = bytes;
+        let grow = blocking(move || store::volume::grow_offline(&layout, &id, bytes));
+        self.grow_with(&mut row, bytes, &caller.plan, grow).await?;
         Ok(Growth::Done(shown(&row, &[])))
+    }
+
+    /// Room under the plan first, then the bytes. Where those cannot be had, it is as before; a server that dies between
+    /// the two leaves a volume whose growth is done by asking for the same size again.
+    async fn grow_with(
+        &self,
+        row: &mut VolumeRow,
+        bytes: u64,
+        plan: &Plan,
+        grow: impl Future<Output = Result<(), Error>>,
+    ) -> Result<(), Error> {
+        self.db.set_volume_size(row, bytes, plan).await?;
+        if let Err(error) = grow.await {
+            self.db.set_volume_size(row, row.size_bytes, &Plan::unlimited()).await?;
+            return Err(error);
+        }
+        row.size_bytes = bytes;
+        Ok(())
     }
 
     async fn check_growth(&self, row: &VolumeRow, bytes: u64) -> Result<(), Error> {
@@ -179,17 +217,16 @@ impl Volumes {
     /// when that fails, it is done by asking for the same size again.
     pub(crate) async fn lengthen(
         &self,
-        account: &AccountId,
+        caller: &Caller,
         held: &AttachmentRow,
         bytes: u64,
     ) -> Result<Volume, Error> {
         let _turn = self.sizes.lock().await;
-        let mut row = self.find(account, &held.volume.to_string()).await?;
+        let mut row = self.find(&caller.account, &held.volume.to_string()).await?;
         self.check_growth(&row, bytes).await?;
         let (layout, id) = (self.layout.clone(), row.id);
-        blocking(move || store::volume::grow(&layout, &id, bytes)).await?;
-        self.db.set_volume_size(&row.id, bytes).await?;
-        row.size_bytes = bytes;
+        let grow = blocking(move || store::volume::grow(&layout, &id, bytes));
+        self.grow_with(&mut row, bytes, &caller.plan, grow).await?;
         Ok(shown(&row, std::slice::from_ref(held)))
     }
 

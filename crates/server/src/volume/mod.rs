@@ -207,11 +207,12 @@ fn shown(row: &VolumeRow, holders: &[AttachmentRow]) -> Volume {
     }
 }
 
-/// In bytes.
+/// In bytes. `least_gb`: of the plan, for a size that is not named.
 fn check_size(
     size_mb: Option<u64>,
     size_gb: Option<u64>,
     allowed: &RangeInclusive<u64>,
+    least_gb: Option<u64>,
 ) -> Result<u64, Error> {
     let (field, mb) = match (size_mb, size_gb) {
         (Some(_), Some(_)) => {
@@ -221,7 +222,10 @@ fn check_size(
         }
         (Some(mb), None) => ("size_mb", Some(mb)),
         (None, Some(gb)) => ("size_gb", gb.checked_mul(1024)),
-        (None, None) => ("size_mb", Some(DEFAULT_MB)),
+        (None, None) => {
+            let least = least_gb.unwrap_or_default().saturating_mul(1024);
+            ("size_mb", Some(DEFAULT_MB.max(least)))
+        }
     };
     match mb.filter(|mb| allowed.contains(mb)) {
         Some(mb) => Ok(mb << 20),
@@ -240,10 +244,10 @@ mod tests {
     #[test]
     fn a_size_is_named_once_and_within_bounds() {
         let allowed = LEAST_MB..=65_536;
-        assert_eq!(check_size(None, None, &allowed).unwrap(), DEFAULT_MB << 20);
-        assert_eq!(check_size(Some(1024), None, &allowed).unwrap(), 1 << 30);
-        assert_eq!(check_size(None, Some(2), &allowed).unwrap(), 2 << 30);
-        assert_eq!(check_size(None, Some(64), &allowed).unwrap(), 64 << 30);
+        assert_eq!(check_size(None, None, &allowed, None).unwrap(), DEFAULT_MB << 20);
+        assert_eq!(check_size(Some(1024), None, &allowed, None).unwrap(), 1 << 30);
+        assert_eq!(check_size(None, Some(2), &allowed, None).unwrap(), 2 << 30);
+        assert_eq!(check_size(None, Some(64), &allowed, None).unwrap(), 64 << 30);
         for (mb, gb) in [
             (Some(15), None),
             (Some(65_537), None),
@@ -251,7 +255,7 @@ mod tests {
             (None, Some(u64::MAX)),
             (Some(9), Some(1)),
         ] {
-            assert!(check_size(mb, gb, &allowed).is_err(), "{mb:?} {gb:?}");
+            assert!(check_size(mb, gb, &allowed, None).is_err(), "{mb:?} {gb:?}");
         }
     }
 }

@@ -14,3 +14,6 @@ CREATE TABLE keyed_requests (
 );
 
 CREATE INDEX keyed_requests_by_time ON keyed_requests (begun_at);
+
+-- NULL: the default of the settings.
+ALTER TABLE accounts ADD COLUMN plan TEXT;

@@ -38,6 +38,9 @@ const MOST_REMEMBERED: u64 = 100_000;
 /// others a request that comes again finds what it has made, or changes nothing by being carried out twice.
 pub(super) const RUNNING: [&str; 2] = ["/v1/sandboxes/{id}/exec", "/v1/sandboxes/{id}/exec/stream"];
 
+/// Routes on which a command that has begun is found again by its id.
+const FOUND: [&str; 1] = ["/v1/machines/{id}/execs"];
+
 type Place = (AccountId, String);
 
 /// Requests with a key that this server answers right now.
@@ -88,7 +91,9 @@ async fn answer_once(
     let mut caller =
         request.extensions().get::<Caller>().cloned().ok_or_else(crate::keys::unauthenticated)?;
     let path = request.extensions().get::<MatchedPath>();
-    let runs = path.is_some_and(|path| RUNNING.contains(&path.as_str()));
+    let path = path.map_or("", MatchedPath::as_str);
+    let (is_lost, runs) =
+        (RUNNING.contains(&path), RUNNING.contains(&path) || FOUND.contains(&path));
     let Begun { mut request, fingerprint, is_whole, held } =
         Begun::read(request, &app.buffers).await?;
     let turn = Turn::take(&app, (caller.account.clone(), key), &fingerprint).await?;
@@ -105,7 +110,7 @@ async fn answer_once(
         Some(row) if row.fingerprint != fingerprint => return Err(other_request()),
         Some(KeyedRow { answer: Some(answer), .. }) => return Answer::replay(&answer),
         // Of a server that is gone.
-        Some(row) if runs => {
+        Some(row) if is_lost => {
             let answer = Answer::lost();
             app.db.answer_keyed(&row.id, &answer.text()).await?;
             return Ok(answer.into_response());

@@ -24,6 +24,7 @@ const REPEATABLE: &[&str] = &[
     "/v1/sandboxes/{id}/promote",
     "/v1/sandboxes/{id}/snapshots",
     "/v1/volumes",
+    "/v1/machines/{id}/execs",
 ];
 
 #[test]

@@ -96,8 +96,14 @@ impl Server {
             api_key: Some(KEY.to_owned()),
             ..config
         };
-        let (keys, _) =
-            Keys::open(db.clone(), clock.clone(), config.api_key.clone()).await.unwrap();
+        let (keys, _) = Keys::open(
+            db.clone(),
+            clock.clone(),
+            config.api_key.clone(),
+            Arc::clone(&config.plans),
+        )
+        .await
+        .unwrap();
         let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
         let limits = config.volumes.clone();
         let volumes = Volumes::new(db.clone(), clock.clone(), layout.clone(), limits);
