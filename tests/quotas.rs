@@ -1,13 +1,12 @@
 //! Plans: what an account may have, to the last gigabyte and whoever asks at once.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
-use std::{process::Output, time::Duration};
+use std::time::Duration;
 
-use api::{AccountId, SandboxId};
+use api::SandboxId;
 use client::{Client, Method, SandboxFilter};
 use serde_json::{Value, json};
-use tests::{Answer, Host, Options, Server, pause, pool, program, suite, until};
-use tokio::process::Command;
+use tests::{Answer, Host, Options, Server, pause, suite, until};
 
 suite! {
     the_free_plan_leaves_twenty_gigabytes_beside_a_machine_of_ten,
@@ -19,35 +18,6 @@ suite! {
 }
 
 const ADMITTED: Duration = Duration::from_secs(240);
-
-/// `atoll …` on the server's host.
-async fn local(server: &Server, arguments: &[&str]) -> Output {
-    let mut command = Command::new(program());
-    command.args(arguments).arg("--data-dir").arg(server.data()).env("ATOLL_POOL", pool());
-    for (name, value) in server.options().environment.clone() {
-        command.env(name, value);
-    }
-    command.output().await.unwrap()
-}
-
-async fn told(server: &Server, arguments: &[&str]) -> Value {
-    let output = local(server, arguments).await;
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?}: {said}");
-    serde_json::from_slice(&output.stdout).unwrap_or(Value::Null)
-}
-
-/// A client of a new account.
-async fn account(server: &Server, name: &str, plan: &str) -> Client {
-    let made = told(server, &["--json", "account", "create", name, "--plan", plan]).await;
-    assert_eq!((&made["id"], &made["plan"]), (&json!(name), &json!(plan)));
-    let key = told(server, &["--json", "key", "create", "--local", "--account", name]).await;
-    let client = server.client_with(key["token"].as_str());
-    until("the server knows the key", Duration::from_secs(30), async || client.me().await.ok())
-        .await;
-    assert_eq!(client.me().await.unwrap().account, name.parse::<AccountId>().unwrap());
-    client
-}
 
 async fn server_with(settings: &str) -> (Server, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
@@ -97,7 +67,7 @@ fn is(answer: &Answer, expected: (u16, &str)) {
 async fn the_free_plan_leaves_twenty_gigabytes_beside_a_machine_of_ten(host: Host) {
     let _room = host.room(1).await;
     let server = Server::start().await;
-    let ada = account(&server, "ada", "free").await;
+    let ada = server.account("ada", "free").await;
     let volume = async |name: &str, size: Value| {
         let mut body = json!({"name": name});
         body.as_object_mut().unwrap().extend(size.as_object().unwrap().clone());
@@ -144,7 +114,7 @@ async fn the_free_plan_leaves_twenty_gigabytes_beside_a_machine_of_ten(host: Hos
 async fn of_twenty_creates_at_once_ten_are_admitted(host: Host) {
     let _room = host.room(3).await;
     let (server, _settings) = server_with("[plans.ten]\nsandboxes = 10\n").await;
-    let ada = account(&server, "ada", "ten").await;
+    let ada = server.account("ada", "ten").await;
     let body = small();
     let asks = (0..20).map(|_| settled(&ada, "/v1/sandboxes", &body));
     let answers = futures::future::join_all(asks).await;
@@ -166,7 +136,7 @@ async fn a_fork_and_a_snapshot_count_before_anything_stands_still(host: Host) {
     let _room = host.room(3).await;
     let (server, _settings) =
         server_with("[plans.few]\nsandboxes = 3\nsnapshots = 1\nvcpus = 3\n").await;
-    let ada = account(&server, "ada", "few").await;
+    let ada = server.account("ada", "few").await;
     let parent = created(&ada).await;
     let route = |route: &str| format!("/v1/sandboxes/{parent}/{route}");
     let (fork, tree, snapshots) = (route("fork"), route("fork-tree"), route("snapshots"));
@@ -185,18 +155,18 @@ async fn a_fork_and_a_snapshot_count_before_anything_stands_still(host: Host) {
 
 async fn another_plan_holds_within_moments(host: Host) {
     let (server, _settings) = server_with("[plans.none]\nvolumes = 0\n").await;
-    let ada = account(&server, "ada", "none").await;
+    let ada = server.account("ada", "none").await;
     let volume = json!({"name": "v", "size_mb": 64});
     is(&post(&ada, "/v1/volumes", &volume).await, OVER);
-    told(&server, &["--json", "account", "set-plan", "ada"]).await;
+    server.told(&["account", "set-plan", "ada"]).await;
     until("it may have one", Duration::from_secs(30), async || {
         (post(&ada, "/v1/volumes", &volume).await.status == 201).then_some(())
     })
     .await;
     // Not while it has something; then with its keys.
-    assert!(!local(&server, &["account", "delete", "ada"]).await.status.success());
+    assert!(!server.local(&["account", "delete", "ada"]).await.status.success());
     ada.delete_volume(&"v".parse().unwrap()).await.unwrap();
-    told(&server, &["account", "delete", "ada"]).await;
+    server.told(&["account", "delete", "ada"]).await;
     until("its keys are refused", Duration::from_secs(30), async || ada.me().await.err()).await;
     host.end(server).await;
 }
@@ -206,7 +176,7 @@ async fn a_settings_file_that_is_wrong_says_where(host: Host) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "[plans.team]\nsandboxs = 3\n").unwrap();
     let path = file.path().display().to_string();
-    let output = local(&server, &["account", "list", "--settings", &path]).await;
+    let output = server.local(&["account", "list", "--settings", &path]).await;
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
     for part in [path.as_str(), "line 2", "sandboxs", "total_gb"] {

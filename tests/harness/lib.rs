@@ -2,6 +2,7 @@
 //!
 //! A suite is one test program with one server. Its claims run side by side; see [`suite!`].
 
+mod account;
 mod answer;
 mod footprint;
 mod held;

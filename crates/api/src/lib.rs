@@ -15,7 +15,7 @@ mod snapshot;
 mod template;
 mod volume;
 
-pub use account::{Account, Quotas};
+pub use account::{Account, Price, Quotas, Usage, UsedAmounts};
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{
     CpuMetrics, DiskMetrics, Event, EventKind, EventList, MemoryMetrics, Metrics, NetworkMetrics,

@@ -14,65 +14,81 @@ use crate::{
 /// Each account sees its own sandboxes, volumes, snapshots and templates alone. What is changed here is written into the
 /// server's database; a server that runs goes by it within a second. Make an account's keys with
 /// `atoll key create --local --account ACCOUNT`.
-#[derive(Args)]
+#[derive(Subcommand)]
 #[command(after_help = "\
 Examples:
   sudo atoll account create ada --plan free
   sudo atoll key create --local --account ada
   sudo atoll account set-plan ada team --settings /etc/atoll.toml")]
-pub(crate) struct AccountCommand {
-    #[command(subcommand)]
-    command: Command,
-    #[command(flatten, next_help_heading = "Options of the server")]
-    settings: Settings,
-}
-
-#[derive(Subcommand)]
-enum Command {
+pub(crate) enum AccountCommand {
     /// Make an account and print its name
     Create {
         account: AccountId,
         /// What it may have [default: the settings' default plan]
         #[arg(long)]
         plan: Option<String>,
+        #[command(flatten)]
+        settings: Box<OfServer>,
     },
     /// List the accounts
-    List,
+    List {
+        #[command(flatten)]
+        settings: Box<OfServer>,
+    },
     /// Show one account
-    Get { account: AccountId },
+    Get {
+        account: AccountId,
+        #[command(flatten)]
+        settings: Box<OfServer>,
+    },
     /// Give an account another plan; what it has stays, also where it is more than that allows
     SetPlan {
         account: AccountId,
         /// Left out: the settings' default plan
         plan: Option<String>,
+        #[command(flatten)]
+        settings: Box<OfServer>,
     },
     /// Delete an account with its keys; not while it has sandboxes, volumes, snapshots or templates
-    Delete { account: AccountId },
+    Delete {
+        account: AccountId,
+        #[command(flatten)]
+        settings: Box<OfServer>,
+    },
+}
+
+#[derive(Args)]
+pub(crate) struct OfServer {
+    #[command(flatten, next_help_heading = "Options of the server")]
+    settings: Settings,
 }
 
 impl AccountCommand {
     pub(crate) async fn run(self, output: Output) -> anyhow::Result<()> {
         require_root("account")?;
-        let local = Local::open(self.settings.config_on_any_port()?).await?;
-        let done = self.command.run(&local, output).await;
+        let (Self::Create { settings, .. }
+        | Self::List { settings }
+        | Self::Get { settings, .. }
+        | Self::SetPlan { settings, .. }
+        | Self::Delete { settings, .. }) = &self;
+        let local = Local::open(settings.settings.config_on_any_port()?).await?;
+        let done = self.run_on(&local, output).await;
         local.close().await;
         done
     }
-}
 
-impl Command {
-    async fn run(self, local: &Local, output: Output) -> anyhow::Result<()> {
+    async fn run_on(self, local: &Local, output: Output) -> anyhow::Result<()> {
         match self {
-            Self::Create { account, plan } => {
+            Self::Create { account, plan, .. } => {
                 let made = local.create_account(&account, plan.as_deref()).await?;
                 output.show(&made, |account| account.id.to_string())?;
             }
-            Self::List => output.show(&local.accounts().await?, |accounts| listed(accounts))?,
-            Self::Get { account } => output.show(&local.account(&account).await?, described)?,
-            Self::SetPlan { account, plan } => {
+            Self::List { .. } => output.show(&local.accounts().await?, |accounts| listed(accounts))?,
+            Self::Get { account, .. } => output.show(&local.account(&account).await?, described)?,
+            Self::SetPlan { account, plan, .. } => {
                 output.show(&local.set_plan(&account, plan.as_deref()).await?, described)?;
             }
-            Self::Delete { account } => local.delete_account(&account).await?,
+            Self::Delete { account, .. } => local.delete_account(&account).await?,
         }
         Ok(())
     }

@@ -19,6 +19,7 @@ mod settings;
 mod snapshot;
 mod sweep;
 mod template;
+mod usage;
 mod version;
 mod volume;
 
@@ -100,7 +101,9 @@ enum Command {
     Template(template::TemplateCommand),
     #[command(subcommand)]
     Key(key::KeyCommand),
+    #[command(subcommand)]
     Account(account::AccountCommand),
+    Usage(usage::ShowUsage),
     Version(version::Version),
 }
 
@@ -139,6 +142,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Template(command) => command.run(&connection).await?,
         Command::Key(command) => command.run(&connection).await?,
         Command::Account(command) => command.run(connection.output()).await?,
+        Command::Usage(usage) => usage.run(&connection).await?,
         Command::Version(version) => version.run(connection.output())?,
     }
     Ok(ExitCode::SUCCESS)

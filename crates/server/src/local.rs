@@ -3,12 +3,13 @@
 
 use std::sync::Arc;
 
-use api::{Account, AccountId, CreateKey, ErrorCode, NewKey};
+use api::{Account, AccountId, CreateKey, ErrorCode, NewKey, Usage};
 use store::layout::Layout;
+use time::OffsetDateTime;
 
 use crate::{
     Config, Error,
-    account::Amounts,
+    account::{Amounts, Period},
     clock::{self, Clock},
     db::{AccountRow, Db},
     keys::Keys,
@@ -30,7 +31,9 @@ impl Local {
             Error::new(ErrorCode::InvalidRequest, "cannot open the database; check --database")
                 .because(source)
         })?;
-        Ok(Self { db, config, clock: Clock::default() })
+        // The steady time of the servers of this directory.
+        let clock = Clock::open(&config.data_dir.join("clock")).map_err(Error::internal)?;
+        Ok(Self { db: db.with_clock(&clock), config, clock })
     }
 
     pub async fn close(self) {
@@ -90,6 +93,20 @@ impl Local {
 
     /// `None`: the default of the settings.
     ///
+    /// Of any account, also one that was deleted.
+    ///
+    /// # Errors
+    /// 400 when it ends before it begins.
+    pub async fn usage(
+        &self,
+        account: &AccountId,
+        from: Option<OffsetDateTime>,
+        to: Option<OffsetDateTime>,
+    ) -> Result<Usage, Error> {
+        let period = Period::new(from, to, &self.clock)?;
+        period.usage(account, &self.db, &self.config.plans).await
+    }
+
     /// # Errors
     /// 404 when there is no such account; 400 for a plan that the settings do not name.
     pub async fn set_plan(&self, id: &AccountId, plan: Option<&str>) -> Result<Account, Error> {

@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 
 use crate::{
     AGENT, App, Config, Error,
-    account::Plans,
+    account::{Alive, Plans},
     buffers::Buffers,
     clock::Clock,
     db::Db,
@@ -82,7 +82,10 @@ pub async fn run(
     };
     let sandboxes = Sandboxes::new(parts, &config)?;
     check_plans(&ground.db, &config.plans).await?;
+    let alive = Alive::open(&config.data_dir, &ground.clock, &ground.db).await?;
+    ground.db.set_end(Some(alive.last()));
     sandboxes.recover().await?;
+    ground.db.set_end(None);
     let (keys, first_key) = Keys::open(
         ground.db.clone(),
         ground.clock.clone(),
@@ -116,10 +119,12 @@ pub async fn run(
         ground.clock.clone(),
     ));
     let prune = tokio::spawn(crate::http::prune(ground.db.clone(), ground.clock.clone()));
+    let alive = tokio::spawn(alive.beat());
     ready(address, first_key);
     crate::http::serve(app, listener, shutdown).await;
     warm_up.abort();
     prune.abort();
+    alive.abort();
     sweep.abort();
     sandboxes.close().await;
     ground.close(&sandboxes.slots()).await
@@ -244,6 +249,7 @@ impl Ground {
         let db = Db::connect(&config.database_url()).await.map_err(|source| {
             refuse("cannot open the database; check --database").because(source)
         })?;
+        let db = db.with_clock(&clock);
         let hypervisor = Hypervisor::find().map_err(Error::from_start)?;
         progress("guest kernel");
         let (kernel, initramfs, guest_files) = {

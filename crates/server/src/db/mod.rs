@@ -11,9 +11,13 @@ mod snapshots;
 mod templates;
 #[cfg(test)]
 pub(crate) mod testing;
+mod usage;
 mod volumes;
 
-use std::time::Duration;
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use futures::future::BoxFuture;
 use sqlx::{
@@ -34,7 +38,7 @@ pub(crate) use self::{
     templates::{BuildRow, TemplateRow},
     volumes::{AttachmentRow, Claim, VolumeRow},
 };
-use crate::Error;
+use crate::{Error, clock::Clock};
 
 /// Released migrations are never changed; a new one is added below.
 const MIGRATIONS: &[(i64, &str, &str)] = &[
@@ -52,6 +56,10 @@ const SQLITE_SETTINGS: &str = "PRAGMA journal_mode = WAL; PRAGMA synchronous = F
 #[derive(Clone)]
 pub struct Db {
     pool: AnyPool,
+    /// By which use is measured.
+    clock: Clock,
+    /// When what is found to have ended did so, where that was not now.
+    end: Arc<Mutex<Option<i64>>>,
 }
 
 impl Db {
@@ -80,7 +88,7 @@ impl Db {
             options.max_connections(8).connect(url).await?
         };
         Migrator::new(Embedded).await?.run(&pool).await?;
-        Ok(Self { pool })
+        Ok(Self::new(pool))
     }
 
     /// Connects and changes nothing: neither makes a SQLite file nor brings tables up to date.
@@ -92,7 +100,17 @@ impl Db {
         let options =
             AnyPoolOptions::new().acquire_timeout(Duration::from_secs(10)).max_connections(1);
         let pool = options.connect(url).await?;
-        Ok(Self { pool })
+        Ok(Self::new(pool))
+    }
+
+    fn new(pool: AnyPool) -> Self {
+        Self { pool, clock: Clock::default(), end: Arc::default() }
+    }
+
+    #[must_use]
+    pub fn with_clock(mut self, clock: &Clock) -> Self {
+        self.clock = clock.clone();
+        self
     }
 
     /// For the files of this folder alone.

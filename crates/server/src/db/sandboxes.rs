@@ -98,12 +98,14 @@ impl Db {
         .bind(row.idle_seconds.map(signed).transpose()?)
         .execute(&mut *transaction)
         .await?;
+        self.meter_sandbox(&mut transaction, &row.id).await?;
         transaction.commit().await?;
         Ok(())
     }
 
     /// Writes what changes in a sandbox's life.
     pub(crate) async fn update_sandbox(&self, row: &SandboxRow) -> Result<(), Error> {
+        let mut transaction = self.pool().begin().await?;
         sqlx::query(
             "UPDATE sandboxes SET state = $2, target = $3, metadata = $4, ttl_seconds = $5, expires_at = $6, slot = $7, \
              boot_ms = $8, error = $9, network = $10, sent_bytes = $11, received_bytes = $12, ttl_left_ms = $13, \
@@ -123,18 +125,23 @@ impl Db {
         .bind(signed(row.past_traffic.received_bytes)?)
         .bind(row.ttl_left_ms)
         .bind(row.idle_seconds.map(signed).transpose()?)
-        .execute(self.pool())
+        .execute(&mut *transaction)
         .await?;
+        self.meter_sandbox(&mut transaction, &row.id).await?;
+        transaction.commit().await?;
         Ok(())
     }
 
     /// Idempotent.
     pub(crate) async fn delete_sandbox(&self, id: &SandboxId) -> Result<(), Error> {
         fault::point!("delete.row_deleting", Error::internal);
+        let mut transaction = self.pool().begin().await?;
         sqlx::query("DELETE FROM sandboxes WHERE id = $1")
             .bind(id.to_string())
-            .execute(self.pool())
+            .execute(&mut *transaction)
             .await?;
+        self.meter_sandbox(&mut transaction, id).await?;
+        transaction.commit().await?;
         Ok(())
     }
 

@@ -30,11 +30,14 @@ const COLUMNS: &str =
     "id, account, sandbox_id, template, name, cpu, memory_mb, disk_mb, tree, created_at";
 
 impl Db {
+    /// That takes so many bytes of the store.
+    ///
     /// # Errors
     /// The plan does not allow one more of the account's own.
     pub(crate) async fn insert_snapshot(
         &self,
         row: &SnapshotRow,
+        bytes: u64,
         plan: Option<&Plan>,
     ) -> Result<(), Error> {
         let mut transaction = self.pool().begin().await?;
@@ -57,6 +60,7 @@ impl Db {
         .bind(row.created_at)
         .execute(&mut *transaction)
         .await?;
+        self.begin_snapshot(&mut transaction, &row.account, &row.id, bytes).await?;
         transaction.commit().await?;
         Ok(())
     }
@@ -102,10 +106,13 @@ impl Db {
 
     /// Whether there was one.
     pub(crate) async fn delete_snapshot(&self, id: &SnapshotId) -> Result<bool, Error> {
+        let mut transaction = self.pool().begin().await?;
         let done = sqlx::query("DELETE FROM snapshots WHERE id = $1")
             .bind(id.to_string())
-            .execute(self.pool())
+            .execute(&mut *transaction)
             .await?;
+        self.end_snapshot(&mut transaction, id).await?;
+        transaction.commit().await?;
         Ok(done.rows_affected() > 0)
     }
 }

@@ -78,6 +78,7 @@ impl Db {
         .bind(row.created_at)
         .execute(&mut *transaction)
         .await?;
+        self.meter_volume(&mut transaction, &row.id).await?;
         transaction.commit().await?;
         Ok(done.rows_affected() == 1)
     }
@@ -134,6 +135,7 @@ impl Db {
             .bind(signed(bytes)?)
             .execute(&mut *transaction)
             .await?;
+        self.meter_volume(&mut transaction, &row.id).await?;
         transaction.commit().await?;
         Ok(())
     }
@@ -148,6 +150,7 @@ impl Db {
                 .bind(id.to_string())
                 .execute(&mut *transaction)
                 .await?;
+            self.meter_volume(&mut transaction, id).await?;
             transaction.commit().await?;
         }
         Ok(holder)

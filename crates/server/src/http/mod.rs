@@ -30,6 +30,7 @@ mod templates;
 mod tests;
 mod transitions;
 mod upload;
+mod usage;
 mod volumes;
 
 use std::sync::Arc;
@@ -63,6 +64,7 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Full,    routes!(keys::create)),
         (Full,    routes!(keys::revoke)),
         (Read,    routes!(quotas::get)),
+        (Read,    routes!(usage::get)),
 
         (Read,    routes!(templates::list)),
         (Read,    routes!(templates::get)),

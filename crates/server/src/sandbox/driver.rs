@@ -343,6 +343,7 @@ impl Sandboxes {
         self.remove_files(entry).await;
         fault::point!("delete.disk_removed");
         self.admission.look_again();
+        self.meter_last(entry).await;
         while let Err(error) = self.db.delete_sandbox(&id).await {
             tracing::error!(sandbox = %id, cause = error.causes(), "failed to delete a sandbox's row");
             if !self.pause_for_database().await {

@@ -1,6 +1,9 @@
 //! What sandboxes may reach: checked, put in place before a guest runs, changed while it runs, and counted.
 
-use std::sync::{Mutex, PoisonError};
+use std::{
+    sync::{Arc, Mutex, PoisonError, atomic::Ordering},
+    time::Duration,
+};
 
 use api::{AccountId, NetworkPolicy, SandboxId, UpdateNetwork};
 use machine::network::{Destination, DestinationError, Egress, Gate, HostPolicy, Policy, Traffic};
@@ -15,6 +18,8 @@ use crate::Error;
 
 const MOST_DESTINATIONS: usize = 64;
 const HIGHEST_RATE_MBIT: u32 = 100_000;
+/// Between two looks at what sandboxes have sent.
+const METER_EVERY: Duration = Duration::from_secs(60);
 
 /// `before` with what `update` says; `field` is where the update stands in its request, with a dot behind it.
 ///
@@ -190,6 +195,50 @@ impl Sandboxes {
     async fn write_network(&self, entry: &Entry, policy: NetworkPolicy) -> Result<(), Error> {
         entry.change(|row| row.network = policy);
         self.save_row(entry).await
+    }
+
+    /// Counts what sandboxes have sent: of one account, or of all.
+    ///
+    /// # Errors
+    /// It cannot be written down.
+    pub(crate) async fn meter_traffic(&self, account: Option<&AccountId>) -> Result<(), Error> {
+        for entry in self.registry.all() {
+            if account.is_none_or(|account| entry.look(|row| row.account == *account)) {
+                let sent = shown(&entry).sent_bytes;
+                if sent > entry.metered_bytes.load(Ordering::Relaxed) {
+                    self.db.meter_egress(&entry.look(|row| row.id), sent).await?;
+                    entry.metered_bytes.fetch_max(sent, Ordering::Relaxed);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Of one that is about to be forgotten.
+    pub(super) async fn meter_last(&self, entry: &Entry) {
+        let (id, sent) = entry.look(|row| (row.id, row.past_traffic.sent_bytes));
+        if sent > entry.metered_bytes.load(Ordering::Relaxed)
+            && let Err(error) = self.db.meter_egress(&id, sent).await
+        {
+            tracing::warn!(sandbox = %id, cause = error.causes(), "the last bytes that a sandbox sent are not counted");
+        }
+    }
+
+    /// A server that is killed finds them again, for networks go on with their sandboxes; a host that dies loses at most
+    /// those of one interval.
+    pub(super) async fn keep_metering(self: Arc<Self>) {
+        loop {
+            tokio::select! {
+                () = tokio::time::sleep(METER_EVERY) => {}
+                () = self.closed.cancelled() => return,
+            }
+            if let Err(error) = self.meter_traffic(None).await {
+                tracing::warn!(
+                    cause = error.causes(),
+                    "what sandboxes have sent cannot be counted"
+                );
+            }
+        }
     }
 
     /// Of all sandboxes since this server started, for the metrics.

@@ -2,7 +2,7 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, atomic::AtomicU64},
 };
 
 use api::{AccountId, BootMode, Sandbox, SandboxId};
@@ -49,6 +49,8 @@ pub(crate) struct Entry {
     /// Whoever waits for the next step to end, and how it did.
     waiting: Mutex<Option<oneshot::Sender<Result<(), Error>>>>,
     pub(crate) removed: watch::Sender<bool>,
+    /// What of the bytes it has sent this server has counted.
+    pub(crate) metered_bytes: AtomicU64,
 }
 
 impl Entry {
@@ -69,6 +71,7 @@ impl Entry {
             requests: tokio::sync::Mutex::new(()),
             waiting: Mutex::new(None),
             removed: watch::Sender::new(false),
+            metered_bytes: AtomicU64::new(0),
         }
     }
 

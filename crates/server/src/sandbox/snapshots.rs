@@ -158,8 +158,12 @@ impl Sandboxes {
         fault::point!("snapshot.publishing", Error::internal);
         blocking(move || draft.publish(manifest)).await?;
         fault::point!("snapshot.published");
+        let bytes = {
+            let (layout, id) = (self.sites.layout.clone(), row.id);
+            blocking(move || store::snapshot::sizes(&layout, &id)).await?.own_bytes
+        };
         // The files come first: without a row they are swept, a row without files would be a lie.
-        if let Err(error) = self.db.insert_snapshot(&row, plan.as_deref()).await {
+        if let Err(error) = self.db.insert_snapshot(&row, bytes, plan.as_deref()).await {
             let (layout, id) = (self.sites.layout.clone(), row.id);
             blocking(move || store::snapshot::remove(&layout, &id)).await?;
             return Err(error);

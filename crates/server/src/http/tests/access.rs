@@ -14,6 +14,7 @@ const READ: &[(&str, &str)] = &[
     ("GET", "/v1/me"),
     ("GET", "/v1/me/tokens"),
     ("GET", "/v1/quotas"),
+    ("GET", "/v1/usage"),
     ("GET", "/v1/templates"),
     ("GET", "/v1/templates/{name}"),
     ("GET", "/v1/templates/builds"),
