@@ -83,7 +83,9 @@ impl AccountCommand {
                 let made = local.create_account(&account, plan.as_deref()).await?;
                 output.show(&made, |account| account.id.to_string())?;
             }
-            Self::List { .. } => output.show(&local.accounts().await?, |accounts| listed(accounts))?,
+            Self::List { .. } => {
+                output.show(&local.accounts().await?, |accounts| listed(accounts))?
+            }
             Self::Get { account, .. } => output.show(&local.account(&account).await?, described)?,
             Self::SetPlan { account, plan, .. } => {
                 output.show(&local.set_plan(&account, plan.as_deref()).await?, described)?;
