@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 56] = [
+const ROUTES: [(&str, &str, Gate); 66] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -80,6 +80,16 @@ const ROUTES: [(&str, &str, Gate); 56] = [
     ("get", "/v1/volumes/{id}", Gate::Read),
     ("patch", "/v1/volumes/{id}", Gate::Full),
     ("delete", "/v1/volumes/{id}", Gate::Full),
+    ("post", "/v1/volumes/{id}/attach", Gate::Full),
+    ("post", "/v1/volumes/{id}/detach", Gate::Full),
+    ("get", "/v1/machines", Gate::Read),
+    ("post", "/v1/machines", Gate::Full),
+    ("get", "/v1/machines/{id}", Gate::Read),
+    ("delete", "/v1/machines/{id}", Gate::Full),
+    ("post", "/v1/machines/{id}/start", Gate::Full),
+    ("post", "/v1/machines/{id}/stop", Gate::Full),
+    ("post", "/v1/machines/{id}/volume/attach", Gate::Full),
+    ("post", "/v1/machines/{id}/volume/detach", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec/stream", Gate::Full),
     ("get", "/v1/sandboxes/{id}/logs", Gate::Read),

@@ -17,6 +17,7 @@ suite! {
     the_guide_to_files_and_commands_works,
     the_guide_to_networks_works,
     the_guide_to_volumes_works,
+    the_guide_to_machines_works,
     getting_started_works,
     the_guide_to_production_works,
     the_guide_to_snapshots_works,
@@ -27,11 +28,12 @@ suite! {
 }
 
 /// Each has a claim below.
-const RUN: [&str; 10] = [
+const RUN: [&str; 11] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
     "docs/guides/getting-started.md",
+    "docs/guides/machines.md",
     "docs/guides/network.md",
     "docs/guides/production.md",
     "docs/guides/secrets.md",
@@ -135,6 +137,10 @@ async fn the_guide_to_networks_works(host: Host) {
 
 async fn the_guide_to_volumes_works(host: Host) {
     works(&host, "docs/guides/volumes.md").await;
+}
+
+async fn the_guide_to_machines_works(host: Host) {
+    works(&host, "docs/guides/machines.md").await;
 }
 
 async fn getting_started_works(host: Host) {

@@ -14,12 +14,12 @@ use std::{
     time::Duration,
 };
 
-use api::{CreateSnapshot, SandboxId, SandboxStatus};
-use client::{Method, SandboxFilter, WriteOptions};
+use api::{CreateMachine, CreateSnapshot, CreateVolume, Machine, SandboxId, SandboxStatus};
+use client::{Method, RootDisk, SandboxFilter, WriteOptions};
 use rustix::process::Signal;
 use tests::{
     End, Footprint, Held, Host, Options, Server, command, failpoints_program, from, patterned,
-    small, suite, until,
+    pause, small, suite, until,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -38,11 +38,15 @@ suite! {
     a_delete_comes_to_its_end_whatever_is_killed_or_fails,
     a_start_comes_to_its_end_whatever_was_killed_or_failed,
     a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails,
-    a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back;
+    a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back,
+    a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops,
+    a_machine_is_whole_whatever_is_killed_or_fails_as_it_starts,
+    a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,
+    a_machine_that_is_not_made_leaves_no_disk;
     soak:
 }
 
-const OPERATIONS: [&str; 12] = [
+const OPERATIONS: [&str; 17] = [
     "create",
     "exec",
     "execs",
@@ -55,6 +59,11 @@ const OPERATIONS: [&str; 12] = [
     "hibernate",
     "wake",
     "keyed",
+    "machine",
+    "stop",
+    "start",
+    "attach",
+    "detach",
 ];
 const SETTLED: Duration = Duration::from_secs(60);
 /// A slot that no machine of these tests gets.
@@ -526,5 +535,152 @@ async fn a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_b
     }
     let client = victim.server.client();
     client.delete_sandbox(&id).await.unwrap();
+    host.end(victim.server).await;
+}
+
+async fn machine(victim: &Victim) -> Machine {
+    until("a machine", Duration::from_secs(900), async || {
+        match victim.server.client().create_machine(&CreateMachine::default()).await {
+            Ok(machine) => Some(machine),
+            Err(error) => {
+                pause(error.may_retry_after().unwrap_or_else(|| panic!("{error:?}"))).await;
+                None
+            }
+        }
+    })
+    .await
+}
+
+/// Runs again, with what was on its disk.
+async fn boots(victim: &Victim, id: &SandboxId, after: &str) {
+    let client = victim.server.client();
+    let started = until(after, SETTLED * 3, async || match client.start_machine(id).await {
+        Ok(machine) => Some(machine),
+        Err(error) => {
+            pause(error.may_retry_after().unwrap_or_else(|| panic!("{after}: {error:?}"))).await;
+            None
+        }
+    });
+    assert_eq!(started.await.state, SandboxStatus::Running, "{after}");
+    let kept = client.read_file(id, "/srv/kept").await.unwrap();
+    assert!(kept.bytes().await.unwrap() == patterned(100_000), "{after}");
+}
+
+async fn switched(host: Host, operation: &str) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    let id = machine(&victim).await.id;
+    let options = WriteOptions::default();
+    victim
+        .server
+        .client()
+        .write_file(&id, "/srv/kept", patterned(100_000), &options)
+        .await
+        .unwrap();
+    for (point, fault) in faults_of(operation) {
+        let client = victim.server.client();
+        if operation == "start" {
+            client.stop_machine(&id).await.unwrap();
+        }
+        victim.arm(&point, fault).await;
+        let client = victim.server.client();
+        let done = if operation == "start" {
+            client.start_machine(&id).await
+        } else {
+            client.stop_machine(&id).await
+        };
+        assert!(done.is_err(), "{point}: {done:?}");
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        // A stop that was begun comes to its end.
+        let is_begun = operation == "stop" && point != "stop.target_writing";
+        until(&point, SETTLED * 2, async || {
+            let state = client.machine(&id).await.unwrap().state;
+            let known = [SandboxStatus::Running, SandboxStatus::Stopped].contains(&state);
+            assert!(known, "{point}: {state:?}");
+            (!is_begun || state == SandboxStatus::Stopped).then_some(())
+        })
+        .await;
+        boots(&victim, &id, &point).await;
+        victim.is_sound(&point).await;
+    }
+    victim.server.client().delete_machine(&id, RootDisk::Goes).await.unwrap();
+    host.end(victim.server).await;
+}
+
+async fn a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops(host: Host) {
+    switched(host, "stop").await;
+}
+
+async fn a_machine_is_whole_whatever_is_killed_or_fails_as_it_starts(host: Host) {
+    switched(host, "start").await;
+}
+
+async fn a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes(host: Host) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    let id = machine(&victim).await.id;
+    let client = victim.server.client();
+    client.stop_machine(&id).await.unwrap();
+    let request = CreateVolume {
+        name: "moved".parse().unwrap(),
+        size_mb: Some(64),
+        size_gb: None,
+        from_volume: None,
+    };
+    let name = client.create_volume(&request).await.unwrap().name;
+    for (operation, after) in [("attach", Some(id)), ("detach", None)] {
+        for (point, fault) in faults_of(operation) {
+            let client = victim.server.client();
+            if operation == "attach" {
+                client.detach_volume(&name, Some(&id)).await.unwrap();
+            } else {
+                client.attach_volume(&name, &id).await.unwrap();
+            }
+            victim.arm(&point, fault).await;
+            let client = victim.server.client();
+            let done = if operation == "attach" {
+                client.attach_volume(&name, &id).await
+            } else {
+                client.detach_volume(&name, Some(&id)).await
+            };
+            assert!(done.is_err(), "{point}: {done:?}");
+            victim.is_over(&point, fault).await;
+            let client = victim.server.client();
+            let (volume, machine) =
+                (client.volume(&name).await.unwrap(), client.machine(&id).await.unwrap());
+            assert_eq!(volume.attached_to.is_some(), machine.volumes.len() == 1, "{point}");
+            let again = if operation == "attach" {
+                client.attach_volume(&name, &id).await.unwrap()
+            } else {
+                client.detach_volume(&name, Some(&id)).await.unwrap()
+            };
+            assert_eq!(again.attached_to, after, "{point}");
+        }
+    }
+    victim.server.client().delete_volume(&name).await.unwrap();
+    host.end(victim.server).await;
+}
+
+async fn a_machine_that_is_not_made_leaves_no_disk(host: Host) {
+    let _room = host.room(2).await;
+    let mut victim = Victim::start().await;
+    // Its size is baked by now, so that the point is come by.
+    let first = machine(&victim).await.id;
+    victim.server.client().delete_machine(&first, RootDisk::Goes).await.unwrap();
+    for (point, fault) in faults_of("machine") {
+        victim.arm(&point, fault).await;
+        let made = victim.server.client().create_machine(&CreateMachine::default()).await;
+        assert!(made.is_err(), "{point}: {made:?}");
+        victim.is_over(&point, fault).await;
+        victim.is_sound(&point).await;
+        let client = victim.server.client();
+        until(&point, SETTLED, async || {
+            let listed = client.volumes().await.unwrap();
+            let stored = fs::read_dir(victim.server.data().join("volumes")).unwrap().count();
+            (listed.is_empty() && stored == 0).then_some(())
+        })
+        .await;
+    }
     host.end(victim.server).await;
 }

@@ -386,7 +386,9 @@ async fn routes_of_a_sandbox(server: &Server, id: &str) -> Vec<(Method, String)>
     let document = server.get("/openapi.json").await.json();
     let mut routes = Vec::new();
     for (path, item) in document["paths"].as_object().unwrap() {
-        if !path.starts_with("/v1/sandboxes/{id}") && !path.starts_with("/v1/machines/{id}") {
+        let is_of_one =
+            ["/v1/sandboxes/{id}", "/v1/machines/{id}"].iter().any(|one| path.starts_with(one));
+        if !is_of_one {
             continue;
         }
         for method in ["get", "put", "post", "delete", "patch"]
@@ -410,6 +412,8 @@ async fn all_are_404(server: &Server, id: &str) {
             json!({"egress": "none"})
         } else if route.ends_with("/execs") {
             json!({"exec_id": "e", "script": "true"})
+        } else if route.contains("/volume/") {
+            json!({"volume_id": "any"})
         } else {
             json!({"cmd": "true"})
         };

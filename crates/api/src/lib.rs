@@ -9,6 +9,7 @@ mod file;
 mod fork;
 mod id;
 mod key;
+mod machine;
 mod network;
 mod sandbox;
 mod snapshot;
@@ -29,6 +30,10 @@ pub use id::{
     AccountId, ExecId, InvalidId, KeyId, SandboxId, SnapshotId, TemplateName, VolumeId, VolumeName,
 };
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
+pub use machine::{
+    AttachVolume, CreateMachine, DetachVolume, Machine, MachineList, MachineVolume,
+    MachineVolumeRequest,
+};
 pub use network::{CreateNetwork, Egress, Network, NetworkPolicy, UpdateNetwork};
 pub use sandbox::{
     BootMode, CreateSandbox, Lifecycle, Sandbox, SandboxStatus, UpdateLifecycle, VolumeMount,

@@ -10,6 +10,7 @@ mod key;
 mod limits;
 mod logging;
 mod logs;
+mod machine;
 mod output;
 mod pair;
 mod prepare;
@@ -94,6 +95,8 @@ enum Command {
     Cp(copy::Copy),
     Logs(logs::Logs),
     #[command(subcommand)]
+    Machine(machine::MachineCommand),
+    #[command(subcommand)]
     Snapshot(snapshot::SnapshotCommand),
     #[command(subcommand)]
     Volume(volume::VolumeCommand),
@@ -137,6 +140,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Sandbox(command) => return command.run(&connection).await,
         Command::Cp(copy) => copy.run(&connection.client()?).await?,
         Command::Logs(logs) => logs.run(&connection.client()?).await?,
+        Command::Machine(command) => command.run(&connection).await?,
         Command::Snapshot(command) => command.run(&connection).await?,
         Command::Volume(command) => command.run(&connection).await?,
         Command::Template(command) => command.run(&connection).await?,

@@ -1,6 +1,6 @@
 //! `atoll volume`: disks that outlive sandboxes.
 
-use api::{CreateVolume, UpdateVolume, Volume, VolumeName};
+use api::{CreateVolume, SandboxId, UpdateVolume, Volume, VolumeName};
 use clap::{Args, Subcommand};
 
 use crate::{
@@ -8,7 +8,7 @@ use crate::{
     output::{instant, mebibytes, properties, table},
 };
 
-/// Create, list, grow and delete volumes: disks that outlive sandboxes
+/// Create, list, grow, attach and delete volumes: disks that outlive sandboxes
 ///
 /// Where a volume is named, its id will do as well.
 #[derive(Subcommand)]
@@ -27,6 +27,17 @@ pub(crate) enum VolumeCommand {
         from: VolumeName,
         /// The new one's name
         name: VolumeName,
+    },
+    /// Attach a volume to a stopped machine, which finds it as a disk: /dev/vdb is the first
+    Attach {
+        volume: VolumeName,
+        machine: SandboxId,
+    },
+    /// Detach a volume from the stopped machine that has it
+    Detach {
+        volume: VolumeName,
+        /// [default: whichever has it]
+        machine: Option<SandboxId>,
     },
     /// Delete volumes with what is on them, for ever; not while they are attached
     Delete {
@@ -73,6 +84,13 @@ impl VolumeCommand {
                 let from_volume = Some(from.to_string());
                 let request = CreateVolume { name, size_mb: None, size_gb: None, from_volume };
                 output.show(&client.create_volume(&request).await?, name_of)?;
+            }
+            Self::Attach { volume, machine } => {
+                output.show(&client.attach_volume(&volume, &machine).await?, described)?;
+            }
+            Self::Detach { volume, machine } => {
+                let volume = client.detach_volume(&volume, machine.as_ref()).await?;
+                output.show(&volume, described)?;
             }
             Self::Delete { volumes } => {
                 for volume in volumes {

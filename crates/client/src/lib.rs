@@ -9,6 +9,7 @@ mod exec;
 mod file;
 mod fork;
 mod key;
+mod machine;
 mod sandbox;
 mod snapshot;
 pub mod sse;
@@ -28,6 +29,7 @@ pub use crate::{
     error::{Error, Refusal},
     exec::{ExecEvent, ExecEvents, LogLines, LogStream},
     file::{FileContent, WriteOptions},
+    machine::RootDisk,
     sandbox::SandboxFilter,
     template::{BuildLines, BuildSource},
 };

@@ -18,7 +18,7 @@ use crate::guest_kernel::KernelFiles;
 use crate::jail::Jail;
 use crate::machine::{GUEST_SOCKET, Machine, QMP_SOCKET};
 use crate::process::{Launch, Process};
-use crate::qemu_args::{self, Inherited, Start, Verbosity};
+use crate::qemu_args::{self, Inherited, Purpose, Start, Verbosity};
 use crate::qemu_files;
 use crate::qmp::{PROMPT, Qmp};
 use crate::sockets;
@@ -73,6 +73,27 @@ pub struct Load {
     pub root_disk: RootDisk,
     /// By the number of their slots: first those that can be written, then those that can only be read.
     pub volumes: Vec<(u8, VolumeDisk)>,
+}
+
+/// What a machine is booted from that goes on with its own disk.
+#[derive(Debug)]
+pub struct PowerOn {
+    pub kernel: PathBuf,
+    pub initramfs: PathBuf,
+    /// As long as the machine's memory, empty, and only read, by everybody: what the machine writes is its own.
+    pub memory: File,
+    pub root_disk: RootDisk,
+    /// As in [`Load`].
+    pub volumes: Vec<(u8, VolumeDisk)>,
+    pub place: Place,
+}
+
+/// A kernel to boot, and how.
+#[derive(Clone, Copy)]
+pub(crate) struct FromKernel<'a> {
+    pub(crate) files: &'a KernelFiles,
+    pub(crate) console: Verbosity,
+    pub(crate) purpose: Purpose,
 }
 
 /// A process that waits for a saved state. Dropping it ends the process.
@@ -139,8 +160,9 @@ impl Hypervisor {
             boot.memory.set_permissions(std::fs::Permissions::from_mode(mode))
         };
         own(boot.place.uid, 0o600).map_err(Error::host("hand the memory over"))?;
-        let started =
-            self.start(spec, &boot.memory, boot.place, Some((&files, Verbosity::Quiet))).await;
+        let kernel =
+            FromKernel { files: &files, console: Verbosity::Quiet, purpose: Purpose::Save };
+        let started = self.start(spec, &boot.memory, boot.place, Some(kernel)).await;
         own(0, 0o444).map_err(Error::host("take the memory back"))?;
         let started = started?;
         disks::put_root(&started.qmp, boot.root_disk, Durability::Throwaway).await?;
@@ -164,6 +186,39 @@ impl Hypervisor {
         } else {
             failure
         })
+    }
+
+    /// A machine at its first instruction, with its disks, that boots once it is resumed. Its process ends when the guest
+    /// powers off.
+    ///
+    /// # Errors
+    /// Nothing is left of the process then. [`Error::Locked`] when a disk is in use.
+    pub async fn power_on(&self, spec: &MachineSpec, boot: PowerOn) -> Result<Machine> {
+        let PowerOn { kernel, initramfs, memory, root_disk, volumes, place } = boot;
+        check_size(&memory, spec)?;
+        check_disk(&root_disk)?;
+        let files = tokio::task::spawn_blocking(move || KernelFiles::read(&kernel, &initramfs));
+        let files = files.await.map_err(|_| Error::Lost)??;
+        let kernel = FromKernel { files: &files, console: Verbosity::Quiet, purpose: Purpose::Use };
+        let started = self.start(spec, &memory, place, Some(kernel)).await?;
+        let disks = async {
+            disks::put_root(&started.qmp, root_disk.file, root_disk.durability).await?;
+            for (slot, volume) in volumes {
+                disks::attach(&started.qmp, slot, volume).await?;
+            }
+            Ok(())
+        };
+        match explained(&started.process, disks).await {
+            Ok(()) => {
+                let machine = started.into_machine(None);
+                machine.outlive();
+                Ok(machine)
+            }
+            Err(error) => {
+                started.process.kill().await?;
+                Err(error.or_locked())
+            }
+        }
     }
 
     /// Starts a process ahead of the state that it will be given. `memory` is that of the state; it is only read.
@@ -201,7 +256,7 @@ impl Hypervisor {
         spec: &MachineSpec,
         memory: &File,
         place: Place,
-        kernel: Option<(&KernelFiles, Verbosity)>,
+        kernel: Option<FromKernel<'_>>,
     ) -> Result<Started> {
         let Place { directory, uid, tap } = place;
         fault::point!("create.sockets_making", Error::host("listen for qemu"));
@@ -216,9 +271,9 @@ impl Hypervisor {
         };
         let memory = memory.try_clone().map_err(Error::host("duplicate a descriptor"))?;
         let kernel = match kernel {
-            Some((files, verbosity)) => {
+            Some(FromKernel { files, console, purpose }) => {
                 let files = files.try_clone().map_err(Error::host("duplicate a descriptor"))?;
-                Some((files, verbosity))
+                Some((files, console, purpose))
             }
             None => None,
         };
@@ -237,11 +292,11 @@ impl Hypervisor {
                 vec![inherited.qmp, inherited.guest, inherited.tap, inherited.memory];
             descriptors.extend(inherited.kvm);
             let start = match &kernel {
-                Some((files, console)) => {
+                Some((files, console, purpose)) => {
                     let (kernel, initramfs) =
                         (files.kernel.as_raw_fd(), files.initramfs.as_raw_fd());
                     descriptors.extend([kernel, initramfs]);
-                    Start::Boot { kernel, initramfs, console: *console }
+                    Start::Boot { kernel, initramfs, console: *console, purpose: *purpose }
                 }
                 None => Start::Incoming,
             };
@@ -336,14 +391,8 @@ impl Prepared {
     async fn load_state(&self, load: Load) -> Result<()> {
         let Started { process, qmp, .. } = &self.started;
         let Load { state, root_disk, volumes } = load;
-        let RootDisk { file, bytes, base_bytes, durability } = root_disk;
-        // `block_resize` truncates the file to what it is told.
-        let length = file.metadata().map_err(Error::host("measure a disk"))?.len();
-        if length != bytes || bytes < base_bytes {
-            return Err(Error::Unfit(format!(
-                "a disk of {length} bytes cannot take the place of {base_bytes} as one of {bytes}"
-            )));
-        }
+        check_disk(&root_disk)?;
+        let RootDisk { file, durability, .. } = root_disk;
         fault::point!("create.disk_putting", Error::host("put a disk into its slot"));
         disks::put_root(qmp, file, durability).await?;
         fault::point!("create.state_loading", Error::host("load a state"));
@@ -390,6 +439,18 @@ pub(crate) async fn explained<T>(
         ended = process.ended() => return Err(ended),
     };
     Err(tokio::time::timeout(NOTICED, process.ended()).await.unwrap_or(error))
+}
+
+/// `block_resize` truncates the file to what it is told.
+fn check_disk(disk: &RootDisk) -> Result<()> {
+    let RootDisk { file, bytes, base_bytes, .. } = disk;
+    let length = file.metadata().map_err(Error::host("measure a disk"))?.len();
+    if length != *bytes || bytes < base_bytes {
+        return Err(Error::Unfit(format!(
+            "a disk of {length} bytes cannot take the place of {base_bytes} as one of {bytes}"
+        )));
+    }
+    Ok(())
 }
 
 fn check_size(memory: &File, spec: &MachineSpec) -> Result<()> {

@@ -28,7 +28,7 @@ pub use cgroup::{groups_of, remove_groups};
 pub use disks::{Durability, RootDisk, VolumeDisk};
 pub use error::{Error, Result};
 pub use guest::Guest;
-pub use hypervisor::{Boot, Hypervisor, Load, Place, Prepared};
+pub use hypervisor::{Boot, Hypervisor, Load, Place, PowerOn, Prepared};
 pub use leftover::{kill_all_of, uids_in_use};
 pub use machine::{Ended, Machine};
 pub use process::host_boot_id;

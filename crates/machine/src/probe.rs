@@ -9,9 +9,9 @@ use tokio::time::Instant;
 
 use crate::error::{Error, Result};
 use crate::guest_kernel::{KernelFiles, anonymous_file};
-use crate::hypervisor::{Hypervisor, Place, Started};
+use crate::hypervisor::{FromKernel, Hypervisor, Place, Started};
 use crate::process::host_boot_id;
-use crate::qemu_args::Verbosity;
+use crate::qemu_args::{Purpose, Verbosity};
 use crate::spec::{Accelerator, MachineSpec, Shape};
 
 const PROBE: Duration = Duration::from_secs(5);
@@ -84,7 +84,8 @@ impl Hypervisor {
         memory.set_len(spec.shape.memory_bytes()).map_err(Error::host("make memory"))?;
         let place = Place { directory, uid: PROBE_UID, tap: None };
         let files = KernelFiles::read(kernel, initramfs)?;
-        let started = self.start(&spec, &memory, place, Some((&files, Verbosity::Full))).await?;
+        let kernel = FromKernel { files: &files, console: Verbosity::Full, purpose: Purpose::Save };
+        let started = self.start(&spec, &memory, place, Some(kernel)).await?;
         let Started { process, qmp, .. } = &started;
         let end = Instant::now() + PROBE;
         qmp.run("cont", json!({})).await?;

@@ -30,8 +30,8 @@ pub(crate) struct Inherited {
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Start {
-    /// From the kernel, with memory that is written to its file.
-    Boot { kernel: RawFd, initramfs: RawFd, console: Verbosity },
+    /// From the kernel.
+    Boot { kernel: RawFd, initramfs: RawFd, console: Verbosity, purpose: Purpose },
     /// Waits for a saved state, with memory that is mapped privately.
     Incoming,
 }
@@ -41,6 +41,15 @@ pub(crate) enum Verbosity {
     Quiet,
     /// For the probe, which reads how far the kernel came.
     Full,
+}
+
+/// What a machine is booted for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Purpose {
+    /// To be saved: its memory is written to its file, and when it powers off, it only stands still.
+    Save,
+    /// To be used: its memory's file is as empty as it was when it ends, and its process ends when it powers off.
+    Use,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -150,8 +159,10 @@ pub(crate) fn process(spec: &MachineSpec, inherited: &Inherited, start: &Start) 
     arguments.add(
         "-object",
         match start {
-            Start::Boot { .. } => format!("{memory},share=on"),
-            Start::Incoming => format!("{memory},share=off,readonly=on,rom=off"),
+            Start::Boot { purpose: Purpose::Save, .. } => format!("{memory},share=on"),
+            Start::Boot { purpose: Purpose::Use, .. } | Start::Incoming => {
+                format!("{memory},share=off,readonly=on,rom=off")
+            }
         },
     );
     arguments.add("-chardev", format!("socket,id=qmp,fd={},server=on,wait=off", inherited.qmp));
@@ -171,9 +182,12 @@ pub(crate) fn process(spec: &MachineSpec, inherited: &Inherited, start: &Start) 
         );
     }
     match *start {
-        Start::Boot { kernel, initramfs, console } => {
-            // A boot that fails is asked for its console first.
-            arguments.add("-action", "shutdown=pause");
+        Start::Boot { kernel, initramfs, console, purpose } => {
+            match purpose {
+                // A boot that fails is asked for its console first.
+                Purpose::Save => arguments.add("-action", "shutdown=pause"),
+                Purpose::Use => {}
+            }
             arguments.add("-kernel", format!("/proc/self/fd/{kernel}"));
             arguments.add("-initrd", format!("/proc/self/fd/{initramfs}"));
             arguments.add("-append", command_line(spec.accelerator, console));
@@ -224,7 +238,11 @@ mod tests {
 
     const INHERITED: Inherited =
         Inherited { qmp: 11, guest: 12, tap: 13, memory: 14, kvm: Some(15) };
-    const BOOT: Start = Start::Boot { kernel: 16, initramfs: 17, console: Verbosity::Quiet };
+    const BOOT: Start = boot(Purpose::Save);
+
+    const fn boot(purpose: Purpose) -> Start {
+        Start::Boot { kernel: 16, initramfs: 17, console: Verbosity::Quiet, purpose }
+    }
 
     fn spec(accelerator: Accelerator) -> MachineSpec {
         MachineSpec { shape: Shape { cpus: 1, memory_mib: 512 }, accelerator }
@@ -265,14 +283,26 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_a_restored_machine_can_not_be_written_to_its_file() {
-        let arguments = process(&spec(Accelerator::Tcg), &INHERITED, &Start::Incoming);
-        assert_eq!(
-            values(&arguments, "-object"),
-            [
-                "memory-backend-file,id=ram,size=512M,mem-path=/proc/self/fd/14,share=off,readonly=on,rom=off"
-            ]
-        );
+    fn memory_of_a_machine_that_is_used_can_not_be_written_to_its_file() {
+        for start in [Start::Incoming, boot(Purpose::Use)] {
+            let arguments = process(&spec(Accelerator::Tcg), &INHERITED, &start);
+            assert_eq!(
+                values(&arguments, "-object"),
+                [
+                    "memory-backend-file,id=ram,size=512M,mem-path=/proc/self/fd/14,share=off,readonly=on,rom=off"
+                ]
+            );
+        }
+    }
+
+    #[test]
+    fn only_a_machine_that_is_to_be_saved_stays_when_its_guest_powers_off() {
+        let actions = |start| {
+            let arguments = process(&spec(Accelerator::Tcg), &INHERITED, &start);
+            values(&arguments, "-action").len()
+        };
+        let all = [boot(Purpose::Save), boot(Purpose::Use), Start::Incoming].map(actions);
+        assert_eq!(all, [1, 0, 0]);
     }
 
     #[test]
@@ -290,7 +320,7 @@ mod tests {
             let accelerator = if kvm { Accelerator::Kvm } else { Accelerator::Tcg };
             let spec = MachineSpec { shape: Shape { cpus, memory_mib }, accelerator };
             let hardware = hardware(&spec);
-            for start in [BOOT, Start::Incoming] {
+            for start in [BOOT, boot(Purpose::Use), Start::Incoming] {
                 let arguments = process(&spec, &INHERITED, &start);
                 prop_assert_eq!(&arguments[..hardware.len()], &hardware[..]);
                 for option in ["-device", "-machine", "-cpu", "-smp", "-m", "-global", "-serial"] {

@@ -3,16 +3,22 @@
 use std::{
     fs::{self, File},
     io::ErrorKind,
-    os::unix::fs::{MetadataExt, PermissionsExt},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{MetadataExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
 };
 
 use api::SandboxId;
+use rustix::fs::{Mode, OFlags};
 
 use crate::{
     Error, Layout, Result,
     clone::clone_file,
-    draft, layout,
+    draft,
+    ext4::{self, Recovery},
+    layout,
     saved_machine::{SavedMachine, SavedMachineDraft},
 };
 
@@ -74,6 +80,30 @@ impl SandboxFiles {
         fault::point!("create.disk_growing", Error::io("set the size of", &path));
         file.set_len(bytes).map_err(Error::io("set the size of", &path))?;
         Ok(file)
+    }
+
+    /// As [`crate::volume::recover`], of the sandbox's own disk.
+    pub fn recover_rootfs(&self) -> Result<Recovery> {
+        ext4::recover(&self.rootfs())
+    }
+
+    pub fn open_rootfs(&self) -> Result<File> {
+        let path = self.rootfs();
+        let open = File::options().read(true).write(true).open(&path);
+        open.map_err(Error::io("open", path))
+    }
+
+    /// Of a guest that is about to boot: all zeroes, without a name, for reading only. It takes no room.
+    pub fn blank_memory(&self, bytes: u64) -> Result<File> {
+        let directory = &self.directory;
+        let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+        // The machine's process opens its descriptor of it once more, as a user of its own.
+        let file = rustix::fs::open(directory, flags, Mode::from_raw_mode(0o444))
+            .map_err(Error::system("make memory in", directory))?;
+        let file = File::from(file);
+        file.set_len(bytes).map_err(Error::io("make memory in", directory))?;
+        File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
+            .map_err(Error::io("open memory in", directory))
     }
 
     /// For a sandbox that hibernates, whose root disk lies with the rest. There need be none.

@@ -1,7 +1,7 @@
 //! Volumes: ext4 disks that outlive sandboxes. Their content is the guests', so nothing here trusts it.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, ErrorKind},
     path::{Path, PathBuf},
 };
@@ -160,11 +160,25 @@ pub fn orphans(layout: &Layout, known: &[VolumeId]) -> Result<Vec<VolumeId>> {
     Ok(orphans)
 }
 
-/// The root disk at `source`, whose machine is no more, becomes a volume. It stays at its place, too, until its
-/// directory is removed, so no instant is without it.
-pub fn preserve(layout: &Layout, id: &VolumeId, source: &Path) -> Result<()> {
+/// Where its bytes are. Others than [`open`] need it only to clone or to flush them.
+pub fn path(layout: &Layout, id: &VolumeId) -> PathBuf {
+    disk(layout, id)
+}
+
+/// The root disk of a machine: a clone of `source`, as long as asked for, at once in place of what was there.
+pub fn put_root(layout: &Layout, id: &VolumeId, source: &Path, bytes: u64) -> Result<File> {
     let draft = new_draft(layout)?;
-    let path = draft.path().join("disk");
-    fs::hard_link(source, &path).map_err(Error::io("link", path))?;
-    draft.publish_new(&layout.volume(id))
+    let copy = draft.path().join("disk");
+    clone_file(source, &copy)?;
+    let open = File::options().read(true).write(true).open(&copy);
+    let file = open.map_err(Error::io("open", &copy))?;
+    file.set_len(bytes).map_err(Error::io("set the size of", copy))?;
+    fault::point!("machine.disk_publishing", Error::io("publish", disk(layout, id)));
+    if layout.volume(id).exists() {
+        draft.publish_file("disk", &disk(layout, id))?;
+    } else {
+        draft.publish_new(&layout.volume(id))?;
+    }
+    fault::point!("machine.disk_published");
+    Ok(file)
 }

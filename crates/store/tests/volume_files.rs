@@ -351,14 +351,19 @@ fn a_volume_that_no_row_names_is_told_and_kept() {
 }
 
 #[test]
-fn a_root_disk_that_is_preserved_is_at_no_instant_missing() {
+fn a_root_disk_is_put_in_the_place_of_another_at_once() {
     let directory = tempfile::tempdir().unwrap();
     let layout = layout(directory.path());
     let (source, id) = (directory.path().join("rootfs"), VolumeId::random());
-    fs::write(&source, vec![1; 1 << 20]).unwrap();
-    volume::preserve(&layout, &id, &source).unwrap();
-    fs::remove_file(&source).unwrap();
-    assert_eq!(volume::bytes(&layout, &id).unwrap(), 1 << 20);
+    for content in [1, 2] {
+        fs::write(&source, vec![content; 1 << 20]).unwrap();
+        let file = volume::put_root(&layout, &id, &source, 2 << 20).unwrap();
+        let mut first = [0];
+        file.read_exact_at(&mut first, 0).unwrap();
+        assert_eq!((first[0], file.metadata().unwrap().len()), (content, 2 << 20));
+        assert_eq!(volume::bytes(&layout, &id).unwrap(), 2 << 20);
+    }
+    assert!(is_empty(&layout.data_temporary()));
 }
 
 /// The child is this test binary, killed somewhere in a creation.

@@ -4,6 +4,7 @@ mod bursts;
 mod figures;
 mod floor;
 mod host;
+mod machines;
 mod measure;
 mod reads;
 mod state;
@@ -108,7 +109,7 @@ fn number(object: &Value, field: &str) -> anyhow::Result<u64> {
 }
 
 fn all() -> impl Iterator<Item = &'static Group> {
-    measure::GROUPS.iter().chain(state::GROUPS)
+    measure::GROUPS.iter().chain(state::GROUPS).chain(machines::GROUPS)
 }
 
 fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {

@@ -181,7 +181,7 @@ fn expires(sandbox: &Sandbox) -> String {
     optional_instant(sandbox.expires_at, if sandbox.persistent { "never" } else { "-" })
 }
 
-fn status(status: SandboxStatus) -> &'static str {
+pub(crate) fn status(status: SandboxStatus) -> &'static str {
     match status {
         SandboxStatus::Creating => "creating",
         SandboxStatus::Running => "running",

@@ -36,7 +36,7 @@ pub(crate) use self::{
     sandboxes::SandboxRow,
     snapshots::SnapshotRow,
     templates::{BuildRow, TemplateRow},
-    volumes::{AttachmentRow, Claim, VolumeRow},
+    volumes::{AttachmentRow, Claim, ROOT_SLOT, VolumeRow},
 };
 use crate::{Error, clock::Clock};
 
@@ -46,6 +46,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (2, "network", include_str!("migrations/0002_network.sql")),
     (3, "state", include_str!("migrations/0003_state.sql")),
     (4, "execs", include_str!("migrations/0004_execs.sql")),
+    (5, "machines", include_str!("migrations/0005_machines.sql")),
     (6, "accounts", include_str!("migrations/0006_accounts.sql")),
 ];
 
@@ -224,6 +225,10 @@ mod tests {
                 error: None,
                 network: api::NetworkPolicy::default(),
                 past_traffic: Traffic::default(),
+                name: Some("a machine".to_owned()),
+                durable: true,
+                keeps_root: false,
+                cold_boot: false,
             };
             let same = async |row: &SandboxRow| {
                 let read = db.all_sandboxes().await.unwrap();
@@ -240,15 +245,17 @@ mod tests {
                     let maps = (row.metadata.clone(), row.environment.clone());
                     let states = (row.state, row.target, row.error.clone());
                     let network = (row.network.clone(), row.past_traffic);
-                    let names = (row.id, row.template.clone(), row.bake.clone());
+                    let disk = (row.durable, row.keeps_root, row.cold_boot);
+                    let names =
+                        (row.id, row.template.clone(), row.bake.clone(), row.name.clone(), disk);
                     (names, numbers, times, maps, states, network)
                 };
                 assert_eq!(tell(&read[0]), tell(row));
             };
             let plan = crate::account::Plan::unlimited();
-            db.insert_sandbox(&row, &plan).await.unwrap();
+            db.insert_sandbox(&row, None, &plan).await.unwrap();
             same(&row).await;
-            assert!(db.insert_sandbox(&row, &plan).await.is_err());
+            assert!(db.insert_sandbox(&row, None, &plan).await.is_err());
 
             row = SandboxRow {
                 state: State::Running,
@@ -266,12 +273,15 @@ mod tests {
                     rate_limit_mbit: Some(10),
                 },
                 past_traffic: Traffic { sent_bytes: 1 << 40, received_bytes: 7 },
+                disk_mb: 20_480,
+                keeps_root: true,
+                cold_boot: true,
                 ..row
             };
             db.update_sandbox(&row).await.unwrap();
             same(&row).await;
-            db.delete_sandbox(&row.id).await.unwrap();
-            db.delete_sandbox(&row.id).await.unwrap();
+            db.delete_sandbox(&row.id, None).await.unwrap();
+            db.delete_sandbox(&row.id, None).await.unwrap();
             assert!(db.all_sandboxes().await.unwrap().is_empty());
             db.close().await;
         }

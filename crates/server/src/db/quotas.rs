@@ -9,7 +9,7 @@ use crate::{
     account::{Amounts, Plan},
 };
 
-/// A root disk that a sandbox has is counted with the sandbox. What a fork keeps of its parent is no snapshot of the
+/// A root disk that a sandbox has (255 is [`ROOT_SLOT`](super::ROOT_SLOT)) is counted with the sandbox. What a fork keeps of its parent is no snapshot of the
 /// account's own.
 const AMOUNTS: &str = "SELECT \
      (SELECT COUNT(*) FROM sandboxes WHERE account = $1) AS sandboxes, \
@@ -17,9 +17,9 @@ const AMOUNTS: &str = "SELECT \
      (SELECT CAST(COALESCE(SUM(memory_mb), 0) AS BIGINT) FROM sandboxes WHERE account = $1) AS memory_mb, \
      (SELECT CAST(COALESCE(SUM(disk_mb), 0) AS BIGINT) FROM sandboxes WHERE account = $1) AS disk_mb, \
      (SELECT COUNT(*) FROM volumes WHERE account = $1 AND NOT (kind = 'root' AND EXISTS \
-         (SELECT 1 FROM attachments WHERE attachments.volume = volumes.id))) AS volumes, \
+         (SELECT 1 FROM attachments WHERE attachments.volume = volumes.id AND slot = 255))) AS volumes, \
      (SELECT CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) FROM volumes WHERE account = $1 AND NOT (kind = 'root' AND EXISTS \
-         (SELECT 1 FROM attachments WHERE attachments.volume = volumes.id))) AS volume_bytes, \
+         (SELECT 1 FROM attachments WHERE attachments.volume = volumes.id AND slot = 255))) AS volume_bytes, \
      (SELECT COUNT(*) FROM snapshots WHERE account = $1 AND tree IS NULL) AS snapshots";
 
 impl Db {
@@ -93,6 +93,7 @@ mod tests {
             kind: VolumeKind::Data,
             size_bytes: gb << 30,
             created_at: 1,
+            template: None,
         }
     }
 

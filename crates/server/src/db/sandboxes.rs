@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use api::{AccountId, NetworkPolicy, SandboxId, SnapshotId, TemplateName};
+use api::{AccountId, NetworkPolicy, SandboxId, SnapshotId, TemplateName, VolumeId};
 use machine::network::Traffic;
 use serde::Serialize;
 use sqlx::{Row as _, any::AnyRow};
 
-use super::{Db, quotas::admit, signed, unsigned};
+use super::{Db, VolumeRow, quotas::admit, signed, unsigned, volumes};
 use crate::{
     Error,
     account::{Amounts, Plan},
@@ -45,11 +45,19 @@ pub(crate) struct SandboxRow {
     pub(crate) network: NetworkPolicy,
     /// Over the networks that it no longer has.
     pub(crate) past_traffic: Traffic,
+    /// For people.
+    pub(crate) name: Option<String>,
+    /// Its root disk is a volume, which may have been detached.
+    pub(crate) durable: bool,
+    /// Its root volume stays when it goes.
+    pub(crate) keeps_root: bool,
+    /// Its guest was booted, and not restored.
+    pub(crate) cold_boot: bool,
 }
 
 const COLUMNS: &str = "id, account, template, bake, cpu, memory_mb, disk_mb, state, target, metadata, environment, \
      created_at, ttl_seconds, expires_at, slot, boot_ms, error, network, sent_bytes, received_bytes, from_snapshot, \
-     ttl_left_ms, idle_seconds";
+     ttl_left_ms, idle_seconds, name, durable, keeps_root, cold_boot";
 
 impl SandboxRow {
     /// What it takes of its account's.
@@ -65,13 +73,24 @@ impl SandboxRow {
 }
 
 impl Db {
+    /// With its root volume, where that is made for it.
+    ///
     /// # Errors
     /// The plan does not allow one more.
-    pub(crate) async fn insert_sandbox(&self, row: &SandboxRow, plan: &Plan) -> Result<(), Error> {
+    pub(crate) async fn insert_sandbox(
+        &self,
+        row: &SandboxRow,
+        root: Option<&VolumeRow>,
+        plan: &Plan,
+    ) -> Result<(), Error> {
         let mut transaction = self.pool().begin().await?;
         admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
+        if let Some(root) = root {
+            volumes::insert_root(&mut transaction, root, &row.id).await?;
+            self.meter_volume(&mut transaction, &root.id).await?;
+        }
         sqlx::query(&format!(
-            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23)"
+            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27)"
         ))
         .bind(row.id.to_string())
         .bind(row.account.as_str())
@@ -96,6 +115,10 @@ impl Db {
         .bind(row.from_snapshot.map(|id| id.to_string()))
         .bind(row.ttl_left_ms)
         .bind(row.idle_seconds.map(signed).transpose()?)
+        .bind(&row.name)
+        .bind(i64::from(row.durable))
+        .bind(i64::from(row.keeps_root))
+        .bind(i64::from(row.cold_boot))
         .execute(&mut *transaction)
         .await?;
         self.meter_sandbox(&mut transaction, &row.id).await?;
@@ -109,7 +132,7 @@ impl Db {
         sqlx::query(
             "UPDATE sandboxes SET state = $2, target = $3, metadata = $4, ttl_seconds = $5, expires_at = $6, slot = $7, \
              boot_ms = $8, error = $9, network = $10, sent_bytes = $11, received_bytes = $12, ttl_left_ms = $13, \
-             idle_seconds = $14 WHERE id = $1",
+             idle_seconds = $14, disk_mb = $15, keeps_root = $16, cold_boot = $17 WHERE id = $1",
         )
         .bind(row.id.to_string())
         .bind(row.state.name())
@@ -125,6 +148,9 @@ impl Db {
         .bind(signed(row.past_traffic.received_bytes)?)
         .bind(row.ttl_left_ms)
         .bind(row.idle_seconds.map(signed).transpose()?)
+        .bind(signed(row.disk_mb)?)
+        .bind(i64::from(row.keeps_root))
+        .bind(i64::from(row.cold_boot))
         .execute(&mut *transaction)
         .await?;
         self.meter_sandbox(&mut transaction, &row.id).await?;
@@ -132,14 +158,26 @@ impl Db {
         Ok(())
     }
 
-    /// Idempotent.
-    pub(crate) async fn delete_sandbox(&self, id: &SandboxId) -> Result<(), Error> {
+    /// With its hold on volumes, and with `root`, the row of a volume that goes with it. Idempotent.
+    pub(crate) async fn delete_sandbox(
+        &self,
+        id: &SandboxId,
+        root: Option<&VolumeId>,
+    ) -> Result<(), Error> {
         fault::point!("delete.row_deleting", Error::internal);
         let mut transaction = self.pool().begin().await?;
-        sqlx::query("DELETE FROM sandboxes WHERE id = $1")
-            .bind(id.to_string())
-            .execute(&mut *transaction)
-            .await?;
+        let of_sandbox =
+            ["DELETE FROM attachments WHERE sandbox = $1", "DELETE FROM sandboxes WHERE id = $1"];
+        for statement in of_sandbox {
+            sqlx::query(statement).bind(id.to_string()).execute(&mut *transaction).await?;
+        }
+        if let Some(root) = root {
+            sqlx::query("DELETE FROM volumes WHERE id = $1")
+                .bind(root.to_string())
+                .execute(&mut *transaction)
+                .await?;
+            self.meter_volume(&mut transaction, root).await?;
+        }
         self.meter_sandbox(&mut transaction, id).await?;
         transaction.commit().await?;
         Ok(())
@@ -188,6 +226,10 @@ fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
             .transpose()?,
         ttl_left_ms: maybe("ttl_left_ms")?,
         idle_seconds: maybe("idle_seconds")?.map(unsigned).transpose()?,
+        name: row.try_get("name")?,
+        durable: number("durable")? != 0,
+        keeps_root: number("keeps_root")? != 0,
+        cold_boot: number("cold_boot")? != 0,
     })
 }
 

@@ -241,6 +241,7 @@ mod tests {
                 kind: VolumeKind::Data,
                 size_bytes: 1 << 30,
                 created_at: 1,
+                template: None,
             };
             let used = async |from, to| {
                 let uses = db.uses(&account, from, to).await.unwrap();

@@ -1,6 +1,6 @@
 //! Rows of volumes, and who has them: the lease that keeps two writers apart.
 
-use api::{AccountId, SandboxId, VolumeId, VolumeKind, VolumeName};
+use api::{AccountId, SandboxId, TemplateName, VolumeId, VolumeKind, VolumeName};
 use sqlx::{AnyConnection, Row as _, any::AnyRow};
 
 use super::{Db, quotas::admit, signed, unsigned};
@@ -8,6 +8,9 @@ use crate::{
     Error,
     account::{Amounts, Plan},
 };
+
+/// In place of a slot: the volume is its sandbox's root disk.
+pub(crate) const ROOT_SLOT: u8 = u8::MAX;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct VolumeRow {
@@ -18,6 +21,8 @@ pub(crate) struct VolumeRow {
     pub(crate) size_bytes: u64,
     /// Milliseconds since 1970.
     pub(crate) created_at: i64,
+    /// Of a root disk: what it was made from.
+    pub(crate) template: Option<TemplateName>,
 }
 
 /// One sandbox's hold on one volume.
@@ -25,9 +30,10 @@ pub(crate) struct VolumeRow {
 pub(crate) struct AttachmentRow {
     pub(crate) volume: VolumeId,
     pub(crate) sandbox: SandboxId,
-    /// Index of the machine's slot.
+    /// Index of the machine's slot, or [`ROOT_SLOT`].
     pub(crate) slot: u8,
     pub(crate) read_only: bool,
+    /// Empty: only the disk is there.
     pub(crate) mount_path: String,
     /// Of the volume.
     pub(crate) name: VolumeName,
@@ -48,7 +54,7 @@ pub(crate) enum Claim {
     },
 }
 
-const COLUMNS: &str = "id, account, name, kind, size_bytes, created_at";
+const COLUMNS: &str = "id, account, name, kind, size_bytes, created_at, template";
 const SELECT_ATTACHMENTS: &str = "SELECT volume, sandbox, slot, read_only, mount_path, name \
      FROM attachments JOIN volumes ON volumes.id = attachments.volume";
 
@@ -59,6 +65,60 @@ impl VolumeRow {
     }
 }
 
+/// False when the name is taken.
+async fn insert(connection: &mut AnyConnection, row: &VolumeRow) -> Result<bool, Error> {
+    let done = sqlx::query(&format!(
+        "INSERT INTO volumes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7) ON CONFLICT DO NOTHING"
+    ))
+    .bind(row.id.to_string())
+    .bind(row.account.as_str())
+    .bind(row.name.as_str())
+    .bind(row.kind.to_string())
+    .bind(signed(row.size_bytes)?)
+    .bind(row.created_at)
+    .bind(row.template.as_ref().map(TemplateName::as_str))
+    .execute(connection)
+    .await?;
+    Ok(done.rows_affected() == 1)
+}
+
+/// The root disk of a sandbox that is being made, held by it from the start.
+pub(super) async fn insert_root(
+    connection: &mut AnyConnection,
+    row: &VolumeRow,
+    sandbox: &SandboxId,
+) -> Result<(), Error> {
+    if !insert(connection, row).await? {
+        return Err(Error::internal(format!("there is a volume {} already", row.name)));
+    }
+    attach(
+        connection,
+        &AttachmentRow {
+            volume: row.id,
+            sandbox: *sandbox,
+            slot: ROOT_SLOT,
+            read_only: false,
+            mount_path: String::new(),
+            name: row.name.clone(),
+        },
+    )
+    .await
+}
+
+async fn attach(connection: &mut AnyConnection, row: &AttachmentRow) -> Result<(), Error> {
+    sqlx::query(
+        "INSERT INTO attachments (volume, sandbox, slot, read_only, mount_path) VALUES ($1, $2, $3, $4, $5)",
+    )
+    .bind(row.volume.to_string())
+    .bind(row.sandbox.to_string())
+    .bind(i64::from(row.slot))
+    .bind(i64::from(row.read_only))
+    .bind(&row.mount_path)
+    .execute(connection)
+    .await?;
+    Ok(())
+}
+
 impl Db {
     /// False when the name is taken.
     ///
@@ -67,20 +127,10 @@ impl Db {
     pub(crate) async fn insert_volume(&self, row: &VolumeRow, plan: &Plan) -> Result<bool, Error> {
         let mut transaction = self.pool().begin().await?;
         admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
-        let done = sqlx::query(&format!(
-            "INSERT INTO volumes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT DO NOTHING"
-        ))
-        .bind(row.id.to_string())
-        .bind(row.account.as_str())
-        .bind(row.name.as_str())
-        .bind(row.kind.to_string())
-        .bind(signed(row.size_bytes)?)
-        .bind(row.created_at)
-        .execute(&mut *transaction)
-        .await?;
+        let inserted = insert(&mut transaction, row).await?;
         self.meter_volume(&mut transaction, &row.id).await?;
         transaction.commit().await?;
-        Ok(done.rows_affected() == 1)
+        Ok(inserted)
     }
 
     /// Oldest first.
@@ -170,29 +220,58 @@ impl Db {
             if let Some(other) = others.iter().find(|other| !(other.read_only && row.read_only)) {
                 return Ok(Claim::Taken { volume: row.volume, holder: other.sandbox });
             }
-            sqlx::query(
-                "INSERT INTO attachments (volume, sandbox, slot, read_only, mount_path) \
-                 VALUES ($1, $2, $3, $4, $5)",
-            )
-            .bind(row.volume.to_string())
-            .bind(row.sandbox.to_string())
-            .bind(i64::from(row.slot))
-            .bind(i64::from(row.read_only))
-            .bind(&row.mount_path)
-            .execute(&mut *transaction)
-            .await?;
+            attach(&mut transaction, row).await?;
         }
         transaction.commit().await?;
         Ok(Claim::Held)
     }
 
-    /// Idempotent. Only once nothing can write to them any longer.
+    /// All but its root disk. Idempotent. Only once nothing can write to them any longer.
     pub(crate) async fn release_volumes(&self, sandbox: &SandboxId) -> Result<(), Error> {
-        sqlx::query("DELETE FROM attachments WHERE sandbox = $1")
+        sqlx::query("DELETE FROM attachments WHERE sandbox = $1 AND slot <> $2")
             .bind(sandbox.to_string())
+            .bind(i64::from(ROOT_SLOT))
             .execute(self.pool())
             .await?;
         Ok(())
+    }
+
+    /// One of them; those behind it move up, so that the first is always in the first slot. What the sandbox has then.
+    /// Idempotent.
+    pub(crate) async fn release_volume(
+        &self,
+        volume: &VolumeId,
+        sandbox: &SandboxId,
+    ) -> Result<Vec<AttachmentRow>, Error> {
+        let mut transaction = self.pool().begin().await?;
+        lock(&mut transaction, volume).await?;
+        let of_sandbox =
+            |rows: Vec<AnyRow>| rows.iter().map(attachment).collect::<Result<Vec<_>, _>>();
+        let statement = format!("{SELECT_ATTACHMENTS} WHERE sandbox = $1 ORDER BY slot");
+        let query = sqlx::query(&statement).bind(sandbox.to_string());
+        let mut held = of_sandbox(query.fetch_all(&mut *transaction).await?)?;
+        if let Some(at) = held.iter().position(|row| row.volume == *volume) {
+            let gone = held.remove(at);
+            sqlx::query("DELETE FROM attachments WHERE volume = $1 AND sandbox = $2")
+                .bind(volume.to_string())
+                .bind(sandbox.to_string())
+                .execute(&mut *transaction)
+                .await?;
+            let behind = held.iter_mut().filter(|row| {
+                row.slot > gone.slot && row.slot != ROOT_SLOT && row.read_only == gone.read_only
+            });
+            for row in behind {
+                row.slot -= 1;
+                sqlx::query("UPDATE attachments SET slot = $3 WHERE volume = $1 AND sandbox = $2")
+                    .bind(row.volume.to_string())
+                    .bind(sandbox.to_string())
+                    .bind(i64::from(row.slot))
+                    .execute(&mut *transaction)
+                    .await?;
+            }
+        }
+        transaction.commit().await?;
+        Ok(held)
     }
 
     /// By slot.
@@ -250,6 +329,10 @@ fn volume(row: &AnyRow) -> Result<VolumeRow, Error> {
         },
         size_bytes: unsigned(row.try_get("size_bytes")?)?,
         created_at: row.try_get("created_at")?,
+        template: row
+            .try_get::<Option<String>, _>("template")?
+            .map(|name| name.parse().map_err(|_| unread("template")))
+            .transpose()?,
     })
 }
 
@@ -289,6 +372,7 @@ mod tests {
             kind: VolumeKind::Data,
             size_bytes: 1 << 28,
             created_at: 1,
+            template: None,
         }
     }
 
@@ -352,6 +436,37 @@ mod tests {
             let held = outcomes.iter().filter(|outcome| **outcome == Claim::Held).count();
             assert_eq!(held, 1, "{outcomes:?}");
             assert_eq!(db.all_attachments().await.unwrap().len(), 2);
+            db.close().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_behind_a_volume_that_goes_moves_up() {
+        for database in testing::databases().await {
+            let db = Db::connect(database.url()).await.unwrap();
+            let sandbox = SandboxId::random();
+            let mut held = Vec::new();
+            for (name, slot, read_only) in [
+                ("a", 0, false),
+                ("b", 1, false),
+                ("c", 2, false),
+                ("d", 8, true),
+                ("r", ROOT_SLOT, false),
+            ] {
+                let volume = row(name);
+                assert!(db.insert_volume(&volume, &Plan::unlimited()).await.unwrap());
+                held.push(AttachmentRow { sandbox, ..hold(&volume, slot, read_only) });
+            }
+            assert_eq!(db.claim_volumes(&held).await.unwrap(), Claim::Held);
+            for _ in 0..2 {
+                let left = db.release_volume(&held[0].volume, &sandbox).await.unwrap();
+                let places: Vec<_> = left.iter().map(|row| (row.name.as_str(), row.slot)).collect();
+                assert_eq!(places, [("b", 0), ("c", 1), ("d", 8), ("r", ROOT_SLOT)]);
+                assert_eq!(left, db.all_attachments().await.unwrap());
+            }
+            db.release_volumes(&sandbox).await.unwrap();
+            let left = db.all_attachments().await.unwrap();
+            assert_eq!(left.len(), 1, "the root disk stays with its machine: {left:?}");
             db.close().await;
         }
     }

@@ -15,6 +15,7 @@ mod idempotency;
 mod keys;
 mod logs;
 mod machine_execs;
+mod machines;
 mod networks;
 mod query;
 mod quotas;
@@ -103,6 +104,17 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Read,    routes!(volumes::get)),
         (Full,    routes!(volumes::update)),
         (Full,    routes!(volumes::delete)),
+        (Full,    routes!(volumes::attach)),
+        (Full,    routes!(volumes::detach)),
+
+        (Full,    routes!(machines::create)),
+        (Read,    routes!(machines::list)),
+        (Read,    routes!(machines::get)),
+        (Full,    routes!(machines::delete)),
+        (Full,    routes!(machines::start)),
+        (Full,    routes!(machines::stop)),
+        (Full,    routes!(machines::attach)),
+        (Full,    routes!(machines::detach)),
 
         (Full,    routes!(execs::run)),
         (Full,    routes!(execs::stream)),

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use api::{CreateVolume, UpdateVolume, Volume, VolumeList};
+use api::{AttachVolume, CreateVolume, DetachVolume, SandboxId, UpdateVolume, Volume, VolumeList};
 use axum::{
     extract::State,
     response::{IntoResponse, Response},
@@ -74,4 +74,39 @@ pub(super) async fn delete(
 ) -> Result<StatusCode, Error> {
     app.volumes.delete(&caller.account, &id).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// To a machine that is stopped, behind its next disk: `/dev/vdb` is the first. Not mounted. Once more is as good as once.
+#[utoipa::path(post, path = "/v1/volumes/{id}/attach", tag = "volumes", params(("id" = String, Path,)), request_body = AttachVolume,
+    responses((status = 200, body = Volume)))]
+pub(super) async fn attach(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Named(id): Named,
+    Input(request): Input<AttachVolume>,
+) -> Result<Output<Volume>, Error> {
+    let machine = machine_id(&request.machine_id)?;
+    Ok(ok(app.sandboxes.attach_volume(&caller.account, &id, &machine).await?))
+}
+
+/// From a machine that is stopped. Once more is as good as once.
+#[utoipa::path(post, path = "/v1/volumes/{id}/detach", tag = "volumes", params(("id" = String, Path,)), request_body = DetachVolume,
+    responses((status = 200, body = Volume)))]
+pub(super) async fn detach(
+    State(app): State<Arc<App>>,
+    caller: Caller,
+    Named(id): Named,
+    Input(request): Input<DetachVolume>,
+) -> Result<Output<Volume>, Error> {
+    let machine = request.machine_id.as_deref().map(machine_id).transpose()?;
+    Ok(ok(app.sandboxes.detach_volume(&caller.account, &id, machine.as_ref()).await?))
+}
+
+/// What is no id belongs to no machine.
+fn machine_id(text: &str) -> Result<SandboxId, Error> {
+    text.parse().map_err(|_| {
+        Error::not_found(
+            "`machine_id`: there is no machine with this id; list them with GET /v1/machines",
+        )
+    })
 }

@@ -4,7 +4,8 @@ use std::{fs::File, sync::Arc, time::Duration};
 
 use api::ExecRequest;
 use machine::{
-    Accelerator, Boot, Hypervisor, Machine, MachineSpec, Place, Shape,
+    Accelerator, Boot, Hypervisor, Machine, MachineSpec, Place, PowerOn, RootDisk, Shape,
+    VolumeDisk,
     guest::{Guest, Request},
 };
 use store::{
@@ -38,6 +39,15 @@ pub(crate) struct Size {
     pub(crate) shape: Shape,
     /// MiB; of the bake, so at most the template's default.
     pub(crate) disk_mib: u64,
+}
+
+/// What a machine boots with that has a disk of its own already.
+pub(crate) struct Switch {
+    pub(crate) spec: MachineSpec,
+    pub(crate) memory: File,
+    pub(crate) root_disk: RootDisk,
+    pub(crate) volumes: Vec<(u8, VolumeDisk)>,
+    pub(crate) place: Place,
 }
 
 pub(crate) struct Bakes {
@@ -96,6 +106,14 @@ impl Bakes {
             size.disk_mib,
             self.spec(size.shape).description()
         )
+    }
+
+    /// A machine with the kernel of all guests, which boots once it is resumed.
+    pub(crate) async fn power_on(&self, switch: Switch) -> machine::Result<Machine> {
+        let Switch { spec, memory, root_disk, volumes, place } = switch;
+        let (kernel, initramfs) = (self.kernel.vmlinuz.clone(), self.initramfs.path.clone());
+        let boot = PowerOn { kernel, initramfs, memory, root_disk, volumes, place };
+        self.hypervisor.power_on(&spec, boot).await
     }
 
     /// The bake of this size, made now if need be; others who want the same wait for the same.

@@ -9,6 +9,8 @@ use crate::Error;
 
 /// A clone that was just restored takes 30 to 50 MiB of its own, and more once it is worked with.
 const MACHINE_BYTES: u64 = 96 << 20;
+/// One that has booted has written to so much of its memory, its kernel's own and the page cache of its first programs.
+const BOOTED_BYTES: u64 = 224 << 20;
 /// Its first writes to a disk that shared every block.
 const MACHINE_DISK_BYTES: u64 = 64 << 20;
 /// Until what is short may have come back.
@@ -59,6 +61,11 @@ impl Need {
             memory: MACHINE_BYTES.min(memory_bytes),
             disk: MACHINE_DISK_BYTES,
         }
+    }
+
+    /// Of a machine that boots from its disk.
+    pub(crate) fn of_boot(memory_bytes: u64) -> Self {
+        Self { memory: BOOTED_BYTES.min(memory_bytes), ..Self::of_clone(memory_bytes) }
     }
 }
 

@@ -2,7 +2,10 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName};
+use api::{
+    CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName, VolumeId,
+    VolumeKind,
+};
 use machine::{Shape, network::Traffic};
 use store::template::Template;
 use tokio::time::Instant;
@@ -20,7 +23,7 @@ use super::{
 use crate::{
     Error,
     account::Amounts,
-    db::{AttachmentRow, SandboxRow},
+    db::{AttachmentRow, ROOT_SLOT, SandboxRow, VolumeRow},
     keys::Caller,
 };
 
@@ -123,12 +126,56 @@ async fn check_fits(template: &Template, disk_mb: u64) -> Result<(), Error> {
     }
 }
 
+/// In which dialect one is asked for.
+pub(super) enum Made {
+    Sandbox,
+    /// `root`: the disk that it boots from; else it gets one of its own.
+    Machine {
+        name: String,
+        root: Option<VolumeRow>,
+    },
+}
+
+/// Sizes of a machine, within bounds.
+pub(super) struct MachineSize {
+    pub(super) vcpus: u32,
+    pub(super) memory_mb: u64,
+    pub(super) disk_mb: u64,
+}
+
+pub(super) fn pick_size(vcpus: u32, memory_mb: u64, rootfs_gb: u64) -> Result<MachineSize, Error> {
+    let gigabytes = DISK_MIB.start() >> 10..=DISK_MIB.end() >> 10;
+    Ok(MachineSize {
+        vcpus: pick("vcpus", "", Some(vcpus), vcpus, &(1..=MOST_CPUS))?,
+        memory_mb: pick_memory(Some(memory_mb), memory_mb)?,
+        disk_mb: pick("rootfs_size_gb", " (GiB)", Some(rootfs_gb), rootfs_gb, &gigabytes)? << 10,
+    })
+}
+
+fn pick_memory(asked: Option<u64>, default: u64) -> Result<u64, Error> {
+    let memory_mb = pick("memory_mb", " (MiB)", asked, default, &MEMORY_MIB)?;
+    if memory_mb % MEMORY_STEP_MIB != 0 {
+        return Err(Error::invalid(format!("`memory_mb` must be a multiple of {MEMORY_STEP_MIB}")));
+    }
+    Ok(memory_mb)
+}
+
+/// Of a sandbox that is still to be made.
+pub(super) enum RootWish {
+    /// Goes with it.
+    Own,
+    Volume,
+    /// That one, from which it boots.
+    Kept(VolumeRow),
+}
+
 /// A sandbox that is still to be made: everything has been checked.
 pub(super) struct Draft {
     pub(super) id: SandboxId,
     pub(super) caller: Caller,
     pub(super) template: TemplateName,
-    pub(super) saved: Arc<SavedMachine>,
+    /// `None`: it boots from its disk.
+    pub(super) saved: Option<Arc<SavedMachine>>,
     pub(super) cpu: u32,
     pub(super) memory_mb: u64,
     pub(super) disk_mb: u64,
@@ -140,6 +187,8 @@ pub(super) struct Draft {
     pub(super) from_snapshot: Option<SnapshotId>,
     /// Not claimed yet.
     pub(super) attachments: Vec<AttachmentRow>,
+    pub(super) name: Option<String>,
+    pub(super) root: RootWish,
     /// When it was asked for.
     pub(super) began: Instant,
 }
@@ -152,6 +201,15 @@ impl Sandboxes {
         self: &Arc<Self>,
         caller: &Caller,
         request: CreateSandbox,
+    ) -> Result<Sandbox, Error> {
+        self.create_as(caller, request, Made::Sandbox).await
+    }
+
+    pub(super) async fn create_as(
+        self: &Arc<Self>,
+        caller: &Caller,
+        request: CreateSandbox,
+        made: Made,
     ) -> Result<Sandbox, Error> {
         let (began, account) = (Instant::now(), &caller.account);
         let id = caller.new_id(0);
@@ -175,9 +233,24 @@ impl Sandboxes {
         let volumes = request.volumes.as_deref().unwrap_or_default();
         let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
-        let origin = match request.from_snapshot.as_deref() {
-            Some(id) => self.snapshot_origin(caller, id).await?,
-            None => self.template_origin(caller, &request, began).await?,
+        let (name, root) = match made {
+            Made::Sandbox => (None, RootWish::Own),
+            Made::Machine { name, root: None } => (Some(name), RootWish::Volume),
+            Made::Machine { name, root: Some(root) } => (Some(name), RootWish::Kept(root)),
+        };
+        let origin = match (&root, request.from_snapshot.as_deref()) {
+            (RootWish::Kept(volume), _) => {
+                let origin = disk_origin(volume, &request)?;
+                // Its disk is counted already.
+                self.check_quota(caller, &one_of(origin.cpu, origin.memory_mb, 0)).await?;
+                origin
+            }
+            (RootWish::Own | RootWish::Volume, Some(id)) => {
+                self.snapshot_origin(caller, id).await?
+            }
+            (RootWish::Own | RootWish::Volume, None) => {
+                self.template_origin(caller, &request, began).await?
+            }
         };
         let draft = Draft {
             id,
@@ -193,6 +266,8 @@ impl Sandboxes {
             ttl_seconds: ttl.unwrap_or(Some(self.default_ttl.as_secs())),
             from_snapshot: origin.from_snapshot,
             attachments,
+            name,
+            root,
             began,
         };
         match self.create_draft(draft).await {
@@ -216,7 +291,7 @@ impl Sandboxes {
         self.check_quota(caller, &one_of(row.cpu, row.memory_mb, row.disk_mb)).await?;
         Ok(Origin {
             template: row.template,
-            saved,
+            saved: Some(saved),
             cpu: row.cpu,
             memory_mb: row.memory_mb,
             disk_mb: row.disk_mb,
@@ -240,13 +315,7 @@ impl Sandboxes {
             .map_err(|error| Error::invalid(format!("`template`: {error}")))?;
         let defaults = self.templates.defaults(account, &name)?;
         let cpu = pick("cpu", "", request.cpu, defaults.cpu, &(1..=MOST_CPUS))?;
-        let memory_mb =
-            pick("memory_mb", " (MiB)", request.memory_mb, defaults.memory_mb, &MEMORY_MIB)?;
-        if memory_mb % MEMORY_STEP_MIB != 0 {
-            return Err(Error::invalid(format!(
-                "`memory_mb` must be a multiple of {MEMORY_STEP_MIB}"
-            )));
-        }
+        let memory_mb = pick_memory(request.memory_mb, defaults.memory_mb)?;
         let disk_mb = pick("disk_mb", " (MiB)", request.disk_mb, defaults.disk_mb, &DISK_MIB)?;
         // What is refused in the end need not be baked.
         self.check_quota(caller, &one_of(cpu, memory_mb, disk_mb)).await?;
@@ -260,6 +329,7 @@ impl Sandboxes {
         let size = Size { shape, disk_mib: disk_mb.min(template.disk_mb) };
         let patience = BAKE_PATIENCE.saturating_sub(began.elapsed());
         let saved = self.bakes.get(&template, &size, patience).await?;
+        let saved = Some(saved);
         Ok(Origin { template: name, saved, cpu, memory_mb, disk_mb, from_snapshot: None })
     }
 
@@ -281,7 +351,8 @@ impl Sandboxes {
     }
 
     async fn make(self: &Arc<Self>, draft: Draft) -> Result<Sandbox, Error> {
-        let Draft { saved, attachments, began, .. } = draft;
+        let Draft { saved, mut attachments, began, root, .. } = draft;
+        let key = saved.as_ref().map_or_else(String::new, |saved| saved.key.clone());
         let plan = draft.caller.plan;
         let need = Need::of_clone(draft.memory_mb << 20);
         let admitted = self.admit(need, BAKE_PATIENCE.saturating_sub(began.elapsed())).await?;
@@ -289,7 +360,7 @@ impl Sandboxes {
             id: draft.id,
             account: draft.caller.account,
             template: draft.template,
-            bake: saved.key.clone(),
+            bake: key,
             from_snapshot: draft.from_snapshot,
             cpu: draft.cpu,
             memory_mb: draft.memory_mb,
@@ -308,21 +379,46 @@ impl Sandboxes {
             error: None,
             network: draft.network,
             past_traffic: Traffic::default(),
+            name: draft.name,
+            durable: !matches!(root, RootWish::Own),
+            // Until it runs: what was there before outlives a create that fails.
+            keeps_root: matches!(root, RootWish::Kept(_)),
+            cold_boot: false,
+        };
+        let fresh_root = match root {
+            RootWish::Own => None,
+            RootWish::Volume => Some(self.fresh_root(&row)?),
+            RootWish::Kept(volume) => {
+                attachments.push(AttachmentRow {
+                    volume: volume.id,
+                    sandbox: row.id,
+                    slot: ROOT_SLOT,
+                    read_only: false,
+                    mount_path: String::new(),
+                    name: volume.name,
+                });
+                None
+            }
         };
         if !attachments.is_empty() {
             self.volumes.claim(&attachments).await?;
         }
         let inserted = async {
             fault::point!("create.row_inserting", Error::internal);
-            self.db.insert_sandbox(&row, &plan).await
+            self.db.insert_sandbox(&row, fresh_root.as_ref(), &plan).await
         };
         if let Err(error) = inserted.await {
-            self.volumes.free(&row.id, &attachments).await?;
+            for held in &attachments {
+                self.volumes.release(&held.volume, &row.id).await?;
+            }
             return Err(error);
         }
         fault::point!("create.row_inserted");
         let entry = Arc::new(self.entry(row));
-        *locked(&entry.attachments) = attachments;
+        entry.set_volumes(attachments);
+        if let Some(root) = fresh_root {
+            *locked(&entry.root_volume) = Some(root.id);
+        }
         self.registry.insert(&entry);
         let started = entry.watch_step();
         let order = StartOrder { saved, began, admitted };
@@ -336,6 +432,42 @@ impl Sandboxes {
     }
 }
 
+impl Sandboxes {
+    /// The row of a root disk that is made with its machine.
+    fn fresh_root(&self, row: &SandboxRow) -> Result<VolumeRow, Error> {
+        let id = VolumeId::random();
+        Ok(VolumeRow {
+            id,
+            account: row.account.clone(),
+            name: format!("root-{id}").parse().map_err(Error::internal)?,
+            kind: VolumeKind::Root,
+            size_bytes: row.disk_mb << 20,
+            created_at: self.clock.now_ms(),
+            template: Some(row.template.clone()),
+        })
+    }
+}
+
+/// Size and template are the disk's.
+fn disk_origin(volume: &VolumeRow, request: &CreateSandbox) -> Result<Origin, Error> {
+    let template = match (&volume.template, request.template.as_deref()) {
+        (Some(template), _) => template.clone(),
+        (None, name) => name
+            .filter(|name| !name.is_empty())
+            .unwrap_or(DEFAULT_TEMPLATE)
+            .parse()
+            .map_err(|error| Error::invalid(format!("`stack`: {error}")))?,
+    };
+    Ok(Origin {
+        template,
+        saved: None,
+        cpu: request.cpu.unwrap_or(1),
+        memory_mb: request.memory_mb.unwrap_or(*MEMORY_MIB.start()),
+        disk_mb: volume.size_bytes >> 20,
+        from_snapshot: None,
+    })
+}
+
 /// What one sandbox takes of its account's.
 fn one_of(cpu: u32, memory_mb: u64, disk_mb: u64) -> Amounts {
     let disk_bytes = disk_mb << 20;
@@ -345,7 +477,7 @@ fn one_of(cpu: u32, memory_mb: u64, disk_mb: u64) -> Amounts {
 /// What a create starts from.
 struct Origin {
     template: TemplateName,
-    saved: Arc<SavedMachine>,
+    saved: Option<Arc<SavedMachine>>,
     cpu: u32,
     memory_mb: u64,
     disk_mb: u64,

@@ -8,7 +8,7 @@ use std::{
 
 use api::EventKind;
 use machine::{
-    Durability, Ended, Load, Machine, Prepared, RootDisk,
+    Ended, Load, Machine, Prepared, RootDisk,
     guest::{Mount, Network, Repair, Request},
     network::Gate,
 };
@@ -59,7 +59,8 @@ impl Inside {
 
 /// What a start needs beside its row.
 pub(crate) struct StartOrder {
-    pub(crate) saved: Arc<SavedMachine>,
+    /// `None`: it boots from the disk that it has.
+    pub(crate) saved: Option<Arc<SavedMachine>>,
     pub(crate) began: Instant,
     /// Held until the machine runs, or is given back.
     pub(crate) admitted: Admitted,
@@ -128,6 +129,8 @@ impl Sandboxes {
             Step::Resume => self.resume_machine(entry).await,
             Step::Hibernate => self.hibernate_machine(entry).await,
             Step::Wake => self.wake_machine(entry).await,
+            Step::PowerOff => self.power_off_machine(entry).await,
+            Step::PowerOn => self.power_on_machine(entry).await,
             Step::Remove => {
                 self.remove(entry).await;
                 Err(registry::not_found())
@@ -137,9 +140,12 @@ impl Sandboxes {
             match step {
                 Step::Start => self.give_up(entry, error),
                 Step::Remove => {}
-                Step::Pause | Step::Resume | Step::Hibernate | Step::Wake => {
-                    self.stay(entry, step, error).await
-                }
+                Step::Pause
+                | Step::Resume
+                | Step::Hibernate
+                | Step::Wake
+                | Step::PowerOff
+                | Step::PowerOn => self.stay(entry, step, error).await,
             }
         }
         entry.announce(outcome);
@@ -168,20 +174,22 @@ impl Sandboxes {
     }
 
     async fn start(&self, entry: &Entry, order: StartOrder) -> Result<(), Error> {
-        // Counted until it runs, or is given back.
         let StartOrder { saved, began, admitted } = order;
-        let _admitted = admitted;
-        fault::point!("create.process_taking", Error::internal);
-        let Ready { site, prepared } = self.pool.take(&saved).await?;
-        fault::point!("create.process_taken");
-        let (layout, id) = (self.sites.layout.clone(), entry.look(|row| row.id));
-        let _no_other_change = entry.network_changes.lock().await;
-        let started = async {
-            blocking(move || SandboxFiles::create(&layout, &id)).await?;
-            self.bring_up(entry, &saved, prepared, &site, Volumes::Mounted).await
+        let id = entry.look(|row| row.id);
+        let started = match saved {
+            Some(saved) => {
+                // Counted until it runs, or is given back.
+                let _admitted = admitted;
+                self.restore(entry, &saved).await
+            }
+            None => {
+                // A boot takes more.
+                drop(admitted);
+                self.boot_anew(entry).await
+            }
         };
-        match started.await {
-            Ok(machine) => {
+        match started {
+            Ok((machine, site)) => {
                 let slot = site.number();
                 entry.put_inside(Inside::new(machine, site));
                 self.watch_inherited(entry);
@@ -190,6 +198,8 @@ impl Sandboxes {
                 entry.change(|row| {
                     row.state = State::Running;
                     row.slot = Some(slot);
+                    // From now on it goes with its machine, also where it was there before.
+                    row.keeps_root = false;
                     row.boot_ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX);
                     row.expires_at = row
                         .ttl_seconds
@@ -202,13 +212,45 @@ impl Sandboxes {
                 Ok(())
             }
             Err(error) => {
-                site.remove().await;
                 // Whoever asked may ask again at once.
                 self.release_volumes(entry).await;
                 self.remove_files(entry).await;
                 Err(error)
             }
         }
+    }
+
+    /// Nothing of the machine is left when this fails.
+    async fn restore(
+        &self,
+        entry: &Entry,
+        saved: &Arc<SavedMachine>,
+    ) -> Result<(Machine, Site), Error> {
+        fault::point!("create.process_taking", Error::internal);
+        let Ready { site, prepared } = self.pool.take(saved).await?;
+        fault::point!("create.process_taken");
+        let (layout, id) = (self.sites.layout.clone(), entry.look(|row| row.id));
+        let _no_other_change = entry.network_changes.lock().await;
+        let started = async {
+            blocking(move || SandboxFiles::create(&layout, &id)).await?;
+            self.bring_up(entry, saved, prepared, &site, Volumes::Mounted).await
+        };
+        match started.await {
+            Ok(machine) => Ok((machine, site)),
+            Err(error) => {
+                site.remove().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// The first boot of a machine that has its disk from another.
+    async fn boot_anew(&self, entry: &Entry) -> Result<(Machine, Site), Error> {
+        let (layout, id) = (self.sites.layout.clone(), entry.look(|row| row.id));
+        blocking(move || SandboxFiles::create(&layout, &id)).await?;
+        let booted = self.boot(entry).await?;
+        entry.change(|row| row.cold_boot = true);
+        Ok(booted)
     }
 
     /// A machine of its own out of a saved one: running, repaired, with its volumes. The caller gives back the site when
@@ -222,17 +264,16 @@ impl Sandboxes {
         volumes: Volumes,
     ) -> Result<Machine, Error> {
         let disk_bytes = entry.look(|row| row.disk_mb) << 20;
-        let files = SandboxFiles::of(&self.sites.layout, &entry.look(|row| row.id));
-        let rootfs = saved.rootfs();
+        let root = self.root(entry)?;
         let attached = self.open_volumes(entry).await?;
         let mounts = attached.iter().map(|volume| volume.mount(volumes)).collect();
         let load = async {
-            let disk = blocking(move || files.clone_rootfs(&rootfs, disk_bytes)).await?;
+            let disk = root.put(saved.rootfs(), disk_bytes).await?;
             let root_disk = RootDisk {
                 file: disk,
                 bytes: disk_bytes,
                 base_bytes: saved.disk_bytes,
-                durability: Durability::Throwaway,
+                durability: root.durability(),
             };
             let volumes = attached.into_iter().map(Attached::into_disk).collect();
             let load = Load { state: saved.state()?, root_disk, volumes };
@@ -255,7 +296,7 @@ impl Sandboxes {
         Ok(machine)
     }
 
-    fn repair(&self, entry: &Entry, grow_root: bool, volumes: Vec<Mount>) -> Repair {
+    pub(super) fn repair(&self, entry: &Entry, grow_root: bool, volumes: Vec<Mount>) -> Repair {
         let id = entry.look(|row| row.id).to_string();
         Repair {
             entropy: rand::random(),
@@ -285,6 +326,9 @@ impl Sandboxes {
         self.tell(entry, kind, error.clone());
         entry.change(|row| {
             row.state = state;
+            if row.target != Target::Deleted {
+                row.target = rest(state);
+            }
             row.slot = None;
             row.error = error;
         });
@@ -294,6 +338,8 @@ impl Sandboxes {
             site.remove().await;
         }
         if state == State::Failed {
+            // Nobody attaches or detaches meanwhile.
+            let _turn = entry.turn.lock().await;
             self.release_volumes(entry).await;
         }
         self.admission.look_again();
@@ -330,7 +376,11 @@ impl Sandboxes {
     async fn remove(self: &Arc<Self>, entry: &Arc<Entry>) {
         let id = entry.look(|row| row.id);
         if let Some(inside) = entry.inside() {
-            self.flush_volumes(entry, &inside).await;
+            if entry.look(|row| row.keeps_root && row.state == State::Running) {
+                self.power_down(entry, &inside).await;
+            } else {
+                self.flush_volumes(entry, &inside).await;
+            }
         }
         let gone = self.past_traffic.take_inside(entry);
         if let Some(site) = gone.and_then(|inside| inside.take_site()) {
@@ -340,11 +390,12 @@ impl Sandboxes {
             self.tasks.spawn(site.remove_network());
         }
         self.release_volumes(entry).await;
+        let goes_too = self.settle_root(entry).await;
         self.remove_files(entry).await;
         fault::point!("delete.disk_removed");
         self.admission.look_again();
         self.meter_last(entry).await;
-        while let Err(error) = self.db.delete_sandbox(&id).await {
+        while let Err(error) = self.db.delete_sandbox(&id, goes_too.as_ref()).await {
             tracing::error!(sandbox = %id, cause = error.causes(), "failed to delete a sandbox's row");
             if !self.pause_for_database().await {
                 return;
@@ -366,8 +417,30 @@ impl Sandboxes {
     }
 }
 
+impl Sandboxes {
+    /// Its machine is dead. The root volume that goes with it.
+    async fn settle_root(&self, entry: &Entry) -> Option<api::VolumeId> {
+        let id = entry.root_volume()?;
+        let root = self.root(entry).ok()?;
+        if entry.look(|row| row.keeps_root) {
+            if let Err(error) = root.recover().await {
+                tracing::error!(volume = %id, cause = error.causes(), "failed to recover a root disk");
+            }
+            return None;
+        }
+        for tries_left in (0..REMOVAL_TRIES).rev() {
+            let Err(error) = root.remove().await else { break };
+            tracing::error!(volume = %id, cause = error.causes(), tries_left, "failed to remove a root disk");
+            if tries_left > 0 {
+                tokio::time::sleep(REMOVAL_PAUSE).await;
+            }
+        }
+        Some(id)
+    }
+}
+
 /// Nothing was created then. A host that is too busy to start a machine in time may be asked again.
-fn not_started(error: machine::Error) -> Error {
+pub(super) fn not_started(error: machine::Error) -> Error {
     use machine::Error::{Busy, Lost, Reset, Silent};
     if matches!(error, Silent | Lost | Reset | Busy) {
         Error::busy("the host is too busy to start a sandbox; try again shortly", 5).because(error)

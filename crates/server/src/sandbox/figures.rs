@@ -15,8 +15,13 @@ impl Sandboxes {
         entry.accept(Wish::Change, self.clock.steady_ms())?;
         let (count, memory_mb, disk_mb) = entry.look(|row| (row.cpu, row.memory_mb, row.disk_mb));
         let traffic = self.network(account, id)?;
-        let files = self.files(&entry);
-        let used_bytes = blocking(move || files.used_bytes()).await?;
+        let (files, layout, root) =
+            (self.files(&entry), self.sites.layout.clone(), entry.root_volume());
+        let used_bytes = blocking(move || {
+            let root = root.map(|id| store::volume::used_bytes(&layout, &id)).transpose()?;
+            Ok(files.used_bytes()? + root.unwrap_or(0))
+        });
+        let used_bytes = used_bytes.await?;
         let mut metrics = Metrics {
             sandbox_id: *id,
             at: clock::from_ms(self.clock.now_ms()),

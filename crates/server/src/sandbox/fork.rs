@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     again::tree_of,
-    create::{Draft, check_metadata, ttl_of},
+    create::{Draft, RootWish, check_metadata, ttl_of},
     registry::Entry,
     snapshots::Purpose,
 };
@@ -134,7 +134,7 @@ impl Sandboxes {
             id,
             caller: caller.clone(),
             template: saved_row.template.clone(),
-            saved,
+            saved: Some(saved),
             cpu: saved_row.cpu,
             memory_mb: saved_row.memory_mb,
             disk_mb: saved_row.disk_mb,
@@ -145,6 +145,8 @@ impl Sandboxes {
             ttl_seconds: explore_ttl.unwrap_or(ttl),
             from_snapshot: Some(snapshot.id),
             attachments: Vec::new(),
+            name: None,
+            root: RootWish::Own,
             began,
         });
         match children.await {

@@ -63,6 +63,7 @@ impl Sandboxes {
             self.tasks.spawn(site.remove_network());
         }
         fault::point!("hibernate.disk_removing");
+        // A machine's own stays where it is, as it is: a volume.
         blocking(move || files.remove_rootfs()).await.unwrap_or_else(|error| {
             tracing::warn!(%error, cause = error.causes(), "failed to remove the disk of a sandbox that hibernates");
         });
@@ -79,6 +80,7 @@ impl Sandboxes {
             stored.ok_or_else(|| Error::internal("a hibernated sandbox without its files"))?;
         let spec = self.spec_of(&stored.manifest)?;
         let saved = SavedMachine::of_store(String::new(), spec, &stored)?;
+        self.root(entry)?;
         fault::point!("wake.restoring", Error::internal);
         let need = Need::of_clone(entry.look(|row| row.memory_mb) << 20);
         let _admitted = self.admit(need, WAKE_PATIENCE).await?;

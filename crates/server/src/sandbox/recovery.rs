@@ -43,8 +43,12 @@ impl Boot {
         Ok(Self { now, before })
     }
 
+    fn is_another(&self) -> bool {
+        self.before.as_ref().is_some_and(|before| *before != self.now)
+    }
+
     fn why_lost(&self) -> &'static str {
-        if self.before.as_ref().is_some_and(|before| *before != self.now) {
+        if self.is_another() {
             "the host was restarted, and virtual machines do not survive that"
         } else {
             "its virtual machine ended while no server ran"
@@ -75,8 +79,9 @@ impl Sandboxes {
         let attachments = self.db.all_attachments().await?;
         for entry in &entries {
             let id = entry.look(|row| row.id);
-            *locked(&entry.attachments) =
-                attachments.iter().filter(|held| held.sandbox == id).cloned().collect();
+            entry.set_volumes(
+                attachments.iter().filter(|held| held.sandbox == id).cloned().collect(),
+            );
         }
         self.recover_execs(&entries).await?;
         // At once: a guest that does not answer must not keep the others waiting.
@@ -161,6 +166,7 @@ impl Sandboxes {
             // On its way to rest or back when server and machine ended. What volumes hold may be newer than that.
             Err(error)
                 if locked(&entry.attachments).is_empty()
+                    && entry.root_volume().is_none()
                     && self.hibernation_was_done(entry).await =>
             {
                 tracing::info!(sandbox = %row.id, %error, "hibernated by a server that is gone");
@@ -174,6 +180,16 @@ impl Sandboxes {
                 self.note_row(entry).await;
                 None
             }
+            // It was being stopped, and what it has flushed is on its disk.
+            Err(error) if row.target == Target::Stopped && (row.durable || !boot.is_another()) => {
+                tracing::info!(sandbox = %row.id, %error, "stopped by a server that is gone");
+                entry.change(|row| {
+                    row.state = State::Stopped;
+                    row.slot = None;
+                });
+                self.note_row(entry).await;
+                None
+            }
             Err(error) => {
                 tracing::warn!(sandbox = %row.id, %error, cause = error.causes(), "a running sandbox is gone");
                 // The machine is there, so nothing of the host is to blame.
@@ -181,6 +197,7 @@ impl Sandboxes {
                 let why = if is_silent { SILENT } else { boot.why_lost() };
                 entry.change(|row| {
                     row.state = State::Failed;
+                    row.target = Target::Stopped;
                     row.slot = None;
                     row.error = Some(why.to_owned());
                 });
@@ -211,6 +228,10 @@ impl Sandboxes {
 
     /// A server may have died in the middle of a pause, a snapshot or a hibernation: the machine goes on from there.
     async fn take_up(&self, entry: &Entry) -> Result<(), Error> {
+        if entry.look(|row| (row.state, row.target)) == (State::Running, Target::Stopped) {
+            // It may be powering off just now. Its driver sees to the rest.
+            return Ok(());
+        }
         if entry.look(|row| row.state) == State::Paused {
             // Connected to when it goes on.
             return match entry.inside() {

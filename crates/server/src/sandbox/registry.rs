@@ -5,14 +5,14 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, atomic::AtomicU64},
 };
 
-use api::{AccountId, BootMode, Sandbox, SandboxId};
+use api::{AccountId, BootMode, Sandbox, SandboxId, VolumeId};
 use machine::guest::Guest;
 use tokio::sync::{Notify, oneshot, watch};
 
 use super::{
     Execs, Logs,
     driver::Inside,
-    state::{Refusal, State, Target, Wish, accept, shown},
+    state::{Refusal, RootDisk, State, Target, Wish, accept, shown},
     usage::Usage,
 };
 use crate::{
@@ -39,6 +39,8 @@ pub(crate) struct Entry {
     pub(crate) execs: Arc<Execs>,
     /// Its volumes, as their rows say.
     pub(crate) attachments: Mutex<Vec<AttachmentRow>>,
+    /// Its root disk, where that is a volume.
+    pub(crate) root_volume: Mutex<Option<VolumeId>>,
     pub(crate) usage: Arc<Usage>,
     /// Held by whoever does something to the machine: the driver in each step, a snapshot.
     pub(crate) turn: tokio::sync::Mutex<()>,
@@ -65,6 +67,7 @@ impl Entry {
             logs: Arc::default(),
             execs,
             attachments: Mutex::default(),
+            root_volume: Mutex::default(),
             usage: Arc::default(),
             turn: tokio::sync::Mutex::new(()),
             writing: tokio::sync::Mutex::new(()),
@@ -131,23 +134,50 @@ impl Entry {
         accept(state, if self.is_expired(now) { Target::Deleted } else { target }, wish)
     }
 
+    /// Waits until it is to go.
+    pub(crate) async fn deleted(&self) {
+        let mut row = self.row.subscribe();
+        // It lives as long as we do.
+        let _ = row.wait_for(|row| row.target == Target::Deleted).await;
+    }
+
     pub(crate) fn accept(&self, wish: Wish, now: i64) -> Result<(), Error> {
-        self.check(wish, now).map_err(|refusal| match refusal {
+        self.check(wish, now).map_err(|refusal| self.refused(refusal))
+    }
+
+    pub(crate) fn refused(&self, refusal: Refusal) -> Error {
+        match refusal {
             Refusal::Gone => not_found(),
             // The client repeats on these words: nothing has been started yet.
-            Refusal::NotYetRunning => {
-                Error::new(api::ErrorCode::Unavailable, "the sandbox is still being created; connect: connection refused")
+            Refusal::NotYetRunning => Error::new(
+                api::ErrorCode::Unavailable,
+                "the sandbox is still being created; connect: connection refused",
+            ),
+            Refusal::Paused => {
+                Error::conflict("the sandbox is paused; POST /v1/sandboxes/{id}/resume first")
             }
-            Refusal::Paused => Error::conflict("the sandbox is paused; POST /v1/sandboxes/{id}/resume first"),
             Refusal::Hibernated => {
                 Error::conflict("the sandbox is hibernated; POST /v1/sandboxes/{id}/wake first")
             }
-            Refusal::Stopped => Error::conflict("the sandbox is stopped: its guest powered itself off; delete it and create another"),
+            Refusal::Stopped => {
+                Error::conflict("the sandbox is stopped; POST /v1/machines/{id}/start first")
+            }
             Refusal::Failed => Error::conflict(format!(
-                "the sandbox has failed ({}); delete it and create another",
-                self.look(|row| row.error.clone()).unwrap_or_else(|| "its virtual machine ended".to_owned())
+                "the sandbox has failed ({}); {}",
+                self.look(|row| row.error.clone())
+                    .unwrap_or_else(|| "its virtual machine ended".to_owned()),
+                match self.root_disk() {
+                    RootDisk::Volume => "POST /v1/machines/{id}/start boots it again from its disk",
+                    RootDisk::Own | RootDisk::None => "delete it and create another",
+                }
             )),
-        })
+            Refusal::NotStopped => Error::conflict(
+                "volumes come and go while a machine is stopped; stop it first: POST /v1/machines/{id}/stop",
+            ),
+            Refusal::NoRootDisk => Error::conflict(
+                "the machine has no root disk; attach a volume of kind `root` first: POST /v1/machines/{id}/volume/attach",
+            ),
+        }
     }
 
     pub(crate) fn shown(&self, accelerator: &str, clock: &Clock) -> Sandbox {
@@ -171,7 +201,7 @@ impl Entry {
             metadata: row.metadata.clone(),
             from_snapshot: row.from_snapshot,
             boot_ms: row.boot_ms,
-            boot_mode: BootMode::Snapshot,
+            boot_mode: if row.cold_boot { BootMode::Cold } else { BootMode::Snapshot },
             persistent: row.ttl_seconds.is_none(),
             volumes: self.shown_volumes(),
             accelerator: accelerator.to_owned(),

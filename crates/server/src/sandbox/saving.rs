@@ -5,7 +5,6 @@ use std::{path::Path, time::Duration};
 use machine::{MachineSpec, Save, guest::Request};
 use store::{
     Digest,
-    sandbox_files::SandboxFiles,
     saved_machine::{Manifest, SavedMachineDraft},
 };
 use tokio::time::Instant;
@@ -33,8 +32,7 @@ impl Sandboxes {
         // No more than that has changed; what cannot be measured is found to be too much when it is written.
         self.admit_bytes(inside.machine.private_memory_bytes().unwrap_or(0))?;
         let (id, disk_mb) = entry.look(|row| (row.id, row.disk_mb));
-        let files = SandboxFiles::of(&self.sites.layout, &id);
-        let rootfs = files.rootfs();
+        let rootfs = self.root(entry)?.path();
         let base = inside.machine.base_memory()?;
         let (memory, state, clone_rootfs, draft) = {
             let rootfs = rootfs.clone();
@@ -76,7 +74,7 @@ impl Sandboxes {
         Ok((draft, manifest))
     }
 
-    fn spec(&self, entry: &Entry) -> MachineSpec {
+    pub(super) fn spec(&self, entry: &Entry) -> MachineSpec {
         let (cpus, memory_mb) = entry.look(|row| (row.cpu, row.memory_mb));
         let memory_mib = u32::try_from(memory_mb).unwrap_or(u32::MAX);
         self.bakes.spec(machine::Shape { cpus, memory_mib })

@@ -11,7 +11,7 @@ pub(crate) enum State {
     Paused,
     /// Memory and disk lie in the store; there is no process.
     Hibernated,
-    /// The guest powered itself off; the disk is kept.
+    /// Powered off; the disk is kept.
     Stopped,
     /// The virtual machine ended by itself, or could not be found again.
     Failed,
@@ -23,6 +23,7 @@ pub(crate) enum Target {
     Running,
     Paused,
     Hibernated,
+    Stopped,
     Deleted,
 }
 
@@ -30,6 +31,10 @@ pub(crate) enum Target {
 pub(crate) enum Step {
     /// Restore the saved machine, repair it, open it to requests.
     Start,
+    /// Have the guest power off, end the process.
+    PowerOff,
+    /// Boot from the disk that was kept.
+    PowerOn,
     Pause,
     Resume,
     /// Save memory and disk, end the process.
@@ -44,17 +49,21 @@ pub(crate) enum Step {
 pub(crate) fn next_step(state: State, target: Target) -> Option<Step> {
     match (state, target) {
         (_, Target::Deleted) => Some(Step::Remove),
-        (State::Creating, Target::Running | Target::Paused | Target::Hibernated) => {
-            Some(Step::Start)
-        }
+        (
+            State::Creating,
+            Target::Running | Target::Paused | Target::Hibernated | Target::Stopped,
+        ) => Some(Step::Start),
         (State::Running, Target::Paused) => Some(Step::Pause),
         (State::Running | State::Paused, Target::Hibernated) => Some(Step::Hibernate),
-        (State::Paused, Target::Running) => Some(Step::Resume),
-        (State::Hibernated, Target::Running | Target::Paused) => Some(Step::Wake),
+        (State::Running, Target::Stopped) => Some(Step::PowerOff),
+        // Only a guest that runs can power itself off.
+        (State::Paused, Target::Running | Target::Stopped) => Some(Step::Resume),
+        (State::Hibernated, Target::Running | Target::Paused | Target::Stopped) => Some(Step::Wake),
+        (State::Stopped | State::Failed, Target::Running) => Some(Step::PowerOn),
         (State::Running, Target::Running)
         | (State::Paused, Target::Paused)
         | (State::Hibernated, Target::Hibernated)
-        | (State::Stopped | State::Failed, Target::Running | Target::Paused | Target::Hibernated) => {
+        | (State::Stopped | State::Failed, Target::Stopped | Target::Paused | Target::Hibernated) => {
             None
         }
     }
@@ -63,9 +72,10 @@ pub(crate) fn next_step(state: State, target: Target) -> Option<Step> {
 /// The target of a sandbox that stays as it is: after a step that failed.
 pub(crate) fn rest(state: State) -> Target {
     match state {
-        State::Creating | State::Running | State::Stopped | State::Failed => Target::Running,
+        State::Creating | State::Running => Target::Running,
         State::Paused => Target::Paused,
         State::Hibernated => Target::Hibernated,
+        State::Stopped | State::Failed => Target::Stopped,
     }
 }
 
@@ -73,14 +83,16 @@ pub(crate) fn rest(state: State) -> Target {
 pub(crate) fn shown(state: State, target: Target) -> SandboxStatus {
     match (state, target) {
         (_, Target::Deleted) => SandboxStatus::Deleting,
-        (state, Target::Running | Target::Paused | Target::Hibernated) => match state {
-            State::Creating => SandboxStatus::Creating,
-            State::Running => SandboxStatus::Running,
-            State::Paused => SandboxStatus::Paused,
-            State::Hibernated => SandboxStatus::Hibernated,
-            State::Stopped => SandboxStatus::Stopped,
-            State::Failed => SandboxStatus::Failed,
-        },
+        (state, Target::Running | Target::Paused | Target::Hibernated | Target::Stopped) => {
+            match state {
+                State::Creating => SandboxStatus::Creating,
+                State::Running => SandboxStatus::Running,
+                State::Paused => SandboxStatus::Paused,
+                State::Hibernated => SandboxStatus::Hibernated,
+                State::Stopped => SandboxStatus::Stopped,
+                State::Failed => SandboxStatus::Failed,
+            }
+        }
     }
 }
 
@@ -97,6 +109,11 @@ pub(crate) enum Wish {
     Hibernate,
     /// Its memory and disk as they are now.
     Snapshot,
+    PowerOff,
+    /// That it runs, also when it was powered off.
+    PowerOn,
+    /// Other disks: only while no machine has them.
+    Disks,
     /// Once more is as good as once.
     Delete,
 }
@@ -111,6 +128,35 @@ pub(crate) enum Refusal {
     Hibernated,
     Stopped,
     Failed,
+    /// Stop it first.
+    NotStopped,
+    /// Attach a root disk first.
+    NoRootDisk,
+}
+
+/// Where a sandbox's root disk is, and what it is worth after its machine has died.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum RootDisk {
+    /// Its own, and not flushed when the guest flushes: whole after an orderly end alone.
+    Own,
+    /// A volume of its own, on which everything is that the guest has flushed.
+    Volume,
+    /// It was detached.
+    None,
+}
+
+/// Whether a sandbox without a machine can be booted.
+///
+/// # Errors
+/// Why not.
+pub(crate) fn can_boot(state: State, disk: RootDisk) -> Result<(), Refusal> {
+    match (state, disk) {
+        (State::Stopped | State::Failed, RootDisk::None) => Err(Refusal::NoRootDisk),
+        (State::Failed, RootDisk::Own) => Err(Refusal::Failed),
+        (State::Stopped, RootDisk::Own | RootDisk::Volume)
+        | (State::Failed, RootDisk::Volume)
+        | (State::Creating | State::Running | State::Paused | State::Hibernated, _) => Ok(()),
+    }
 }
 
 /// Whether a request may go on.
@@ -123,13 +169,18 @@ pub(crate) fn accept(state: State, target: Target, wish: Wish) -> Result<(), Ref
         (_, Target::Deleted, _) => Err(Refusal::Gone),
         (_, _, Wish::Change) => Ok(()),
         (State::Creating, _, _) => Err(Refusal::NotYetRunning),
+        (State::Stopped, _, Wish::PowerOff)
+        | (State::Stopped | State::Failed, _, Wish::PowerOn | Wish::Disks) => Ok(()),
         (State::Stopped, _, _) => Err(Refusal::Stopped),
         (State::Failed, _, _) => Err(Refusal::Failed),
         (
             State::Running | State::Paused | State::Hibernated,
             _,
-            Wish::Run | Wish::Hibernate | Wish::Snapshot,
+            Wish::Run | Wish::Hibernate | Wish::Snapshot | Wish::PowerOff | Wish::PowerOn,
         ) => Ok(()),
+        (State::Running | State::Paused | State::Hibernated, _, Wish::Disks) => {
+            Err(Refusal::NotStopped)
+        }
         (State::Running | State::Paused, _, Wish::Pause) => Ok(()),
         (State::Hibernated, _, Wish::Pause) => Err(Refusal::Hibernated),
         (State::Running, Target::Running, Wish::Inside) => Ok(()),
@@ -138,6 +189,7 @@ pub(crate) fn accept(state: State, target: Target, wish: Wish) -> Result<(), Ref
         }
         (State::Hibernated, _, Wish::Inside)
         | (State::Running, Target::Hibernated, Wish::Inside) => Err(Refusal::Hibernated),
+        (State::Running, Target::Stopped, Wish::Inside) => Err(Refusal::Stopped),
     }
 }
 
@@ -163,7 +215,8 @@ names!(State {
     Stopped => "stopped", Failed => "failed",
 });
 names!(Target {
-    Running => "running", Paused => "paused", Hibernated => "hibernated", Deleted => "deleted",
+    Running => "running", Paused => "paused", Hibernated => "hibernated", Stopped => "stopped",
+    Deleted => "deleted",
 });
 
 #[cfg(test)]
@@ -183,7 +236,8 @@ mod tests {
     /// `None`: the row is gone.
     fn after(step: Step) -> Option<State> {
         match step {
-            Step::Start | Step::Resume | Step::Wake => Some(State::Running),
+            Step::Start | Step::Resume | Step::Wake | Step::PowerOn => Some(State::Running),
+            Step::PowerOff => Some(State::Stopped),
             Step::Pause => Some(State::Paused),
             Step::Hibernate => Some(State::Hibernated),
             Step::Remove => None,
@@ -200,9 +254,17 @@ mod tests {
             }
             prop_assert_eq!(now.and_then(|state| next_step(state, target)), None);
             prop_assert_eq!(now.is_none(), target == Target::Deleted);
-            if let Some(now) = now.filter(|now| !matches!(now, State::Stopped | State::Failed)) {
+            // Without a machine there is nothing to pause or to hibernate.
+            let is_off = matches!(state, State::Stopped | State::Failed);
+            if let Some(now) = now.filter(|_| !is_off || matches!(target, Target::Running | Target::Stopped)) {
                 prop_assert_eq!(rest(now), target);
             }
+        }
+
+        #[test]
+        fn disks_change_while_no_machine_has_them(state in states(), target in targets()) {
+            let off = matches!(state, State::Stopped | State::Failed) && target != Target::Deleted;
+            prop_assert_eq!(accept(state, target, Wish::Disks).is_ok(), off);
         }
 
         #[test]
@@ -225,9 +287,31 @@ mod tests {
         }
 
         #[test]
+        fn what_is_off_can_be_started_and_what_runs_can_be_stopped(state in states(), target in targets()) {
+            let there = state != State::Creating && target != Target::Deleted;
+            prop_assert_eq!(accept(state, target, Wish::PowerOn).is_ok(), there);
+            prop_assert_eq!(accept(state, target, Wish::PowerOff).is_ok(), there && state != State::Failed);
+        }
+
+        #[test]
         fn a_row_keeps_states_and_targets(state in states(), target in targets()) {
             prop_assert_eq!(State::from_name(state.name()), Some(state));
             prop_assert_eq!(Target::from_name(target.name()), Some(target));
+        }
+    }
+
+    #[test]
+    fn what_failed_boots_again_only_from_a_disk_that_was_flushed() {
+        let table = [
+            (State::Stopped, RootDisk::Own, Ok(())),
+            (State::Stopped, RootDisk::Volume, Ok(())),
+            (State::Stopped, RootDisk::None, Err(Refusal::NoRootDisk)),
+            (State::Failed, RootDisk::Own, Err(Refusal::Failed)),
+            (State::Failed, RootDisk::Volume, Ok(())),
+            (State::Failed, RootDisk::None, Err(Refusal::NoRootDisk)),
+        ];
+        for (state, disk, expected) in table {
+            assert_eq!(can_boot(state, disk), expected, "{state:?} {disk:?}");
         }
     }
 }

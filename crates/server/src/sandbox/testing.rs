@@ -90,6 +90,10 @@ impl Sandboxes {
             error: None,
             network: api::NetworkPolicy::default(),
             past_traffic: Traffic::default(),
+            name: None,
+            durable: false,
+            keeps_root: false,
+            cold_boot: false,
         });
         *locked(&entry.stand_in) = Some(guest);
         self.registry.insert(&Arc::new(entry));

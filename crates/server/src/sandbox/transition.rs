@@ -69,13 +69,14 @@ impl Sandboxes {
         let until = Instant::now() + STEP;
         let _first =
             tokio::time::timeout(QUEUE, entry.requests.lock()).await.map_err(|_| busy())?;
-        // More than once only where a step of someone who has gone was still under way.
+        // More than once where a step of someone who has gone was still under way, or several lead there.
         loop {
+            // Before the look, so that a step which ends in between is not waited for.
+            let step = entry.watch_step();
             entry.accept(wish, self.clock.steady_ms())?;
             if entry.look(|row| row.target == target && rest(row.state) == target) {
                 return Ok(());
             }
-            let step = entry.watch_step();
             let before = entry.look(|row| row.target);
             entry.change(|row| {
                 if row.target != Target::Deleted {

@@ -126,7 +126,7 @@ impl Entry {
             .map(|held| VolumeMount {
                 name: held.name.to_string(),
                 read_only: held.read_only,
-                mount_path: Some(held.mount_path.clone()),
+                mount_path: Some(held.mount_path.clone()).filter(|path| !path.is_empty()),
             })
             .collect()
     }

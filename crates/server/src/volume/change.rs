@@ -64,6 +64,7 @@ impl Volumes {
             kind: VolumeKind::Data,
             size_bytes: bytes,
             created_at: self.clock.now_ms(),
+            template: None,
         };
         // The copy is only whole while nobody writes.
         let _unchanged = match &source {
@@ -86,8 +87,9 @@ impl Volumes {
         if theirs.iter().any(|other| other.name == row.name) {
             return Err(name_taken(row));
         }
-        let provisioned: u64 = theirs.iter().map(|other| other.size_bytes).sum();
-        self.check_limits(theirs.len() + 1, provisioned + row.size_bytes)?;
+        let data: Vec<_> = theirs.iter().filter(|other| other.kind == VolumeKind::Data).collect();
+        let provisioned: u64 = data.iter().map(|other| other.size_bytes).sum();
+        self.check_limits(data.len() + 1, provisioned + row.size_bytes)?;
         // Before the bytes are written; it counts when its row is.
         plan.check(&self.db.amounts(&row.account).await?, &row.amounts())?;
         let (layout, id, bytes) = (self.layout.clone(), row.id, row.size_bytes);
@@ -208,9 +210,10 @@ impl Volumes {
             )));
         }
         let all = self.db.volumes(&row.account).await?;
-        let others = all.iter().filter(|other| other.id != row.id);
-        let provisioned: u64 = others.map(|other| other.size_bytes).sum();
-        self.check_limits(all.len(), provisioned + bytes)
+        let is_other = |other: &&VolumeRow| other.kind == VolumeKind::Data && other.id != row.id;
+        let others: Vec<_> = all.iter().filter(is_other).collect();
+        let provisioned: u64 = others.iter().map(|other| other.size_bytes).sum();
+        self.check_limits(others.len() + 1, provisioned + bytes)
     }
 
     /// The disk of one that a sandbox writes has so many bytes from now on. Its machine and its guest are to be told next;
@@ -249,17 +252,31 @@ impl Volumes {
         sandbox: &api::SandboxId,
         held: &[AttachmentRow],
     ) -> Result<(), Error> {
-        for volume in held.iter().filter(|held| !held.read_only).map(|held| held.volume) {
-            let layout = self.layout.clone();
-            match blocking(move || store::volume::recover(&layout, &volume)).await {
-                Ok(recovery) => tracing::debug!(%volume, ?recovery, "recovered"),
-                // It stays as it is; whoever mounts it is told.
-                Err(error) => {
-                    tracing::error!(%volume, %error, cause = error.causes(), "failed to recover a volume")
-                }
-            }
+        for held in held.iter().filter(|held| !held.read_only) {
+            self.put_in_order(&held.volume).await;
         }
         self.db.release_volumes(sandbox).await
+    }
+
+    /// What a dead machine left half-written.
+    pub(crate) async fn put_in_order(&self, volume: &VolumeId) {
+        let (layout, id) = (self.layout.clone(), *volume);
+        match blocking(move || store::volume::recover(&layout, &id)).await {
+            Ok(recovery) => tracing::debug!(%volume, ?recovery, "recovered"),
+            // It stays as it is; whoever mounts it is told.
+            Err(error) => {
+                tracing::error!(%volume, %error, cause = error.causes(), "failed to recover a volume")
+            }
+        }
+    }
+
+    /// One of a machine that is off and has left it in order. What that machine has then.
+    pub(crate) async fn release(
+        &self,
+        volume: &VolumeId,
+        sandbox: &api::SandboxId,
+    ) -> Result<Vec<AttachmentRow>, Error> {
+        self.db.release_volume(volume, sandbox).await
     }
 }
 

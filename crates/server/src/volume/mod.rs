@@ -167,6 +167,12 @@ impl Volumes {
         Ok(rows)
     }
 
+    /// Who has it; several may read it.
+    pub(crate) async fn holders(&self, id: &VolumeId) -> Result<Vec<SandboxId>, Error> {
+        let holders = self.db.holders_of_volume(id).await?;
+        Ok(holders.into_iter().map(|held| held.sandbox).collect())
+    }
+
     /// All of them or none.
     ///
     /// # Errors
@@ -182,9 +188,9 @@ impl Volumes {
     }
 }
 
-fn taken(holder: &SandboxId) -> Error {
+pub(crate) fn taken(holder: &SandboxId) -> Error {
     Error::conflict(format!(
-        "the volume is attached to sandbox {holder}; delete that one first, or attach with `read_only` where nobody writes"
+        "the volume is attached to {holder}; detach it there while that is stopped, delete that one, or attach with `read_only` where nobody writes"
     ))
 }
 

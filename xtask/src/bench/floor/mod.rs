@@ -12,7 +12,7 @@ use std::{
     fs::{self, File},
     path::{Path, PathBuf},
     sync::atomic::{AtomicU32, Ordering},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
@@ -31,6 +31,7 @@ pub(crate) struct Bake {
     accelerator: String,
     shape: Shape,
     disk_bytes: u64,
+    kernel: PathBuf,
     prepared: AtomicU32,
 }
 
@@ -54,6 +55,7 @@ impl Bake {
             accelerator: accelerator.to_owned(),
             shape,
             disk_bytes,
+            kernel: parts.kernel.clone(),
             prepared: AtomicU32::new(0),
         };
 
@@ -75,6 +77,32 @@ impl Bake {
             .call("xen-save-devices-state", &json!({"filename": state, "live": false}))?;
         guest.quit()?;
         Ok(bake)
+    }
+
+    /// The same machine from its kernel on, and how long its first answer took from there.
+    pub(crate) fn boot(&self) -> anyhow::Result<(Guest, Duration)> {
+        let number = self.prepared.fetch_add(1, Ordering::Relaxed);
+        let directory = self.sibling(&format!("boot-{number}"));
+        fs::create_dir_all(&directory)?;
+        clone_file(&self.directory.join("disk"), &directory.join("disk"))?;
+        File::create(directory.join("memory"))?.set_len(self.shape.memory_mib << 20)?;
+        let image = self.directory.join("initramfs");
+        let booting = Self {
+            directory: directory.clone(),
+            accelerator: self.accelerator.clone(),
+            shape: self.shape,
+            disk_bytes: self.disk_bytes,
+            kernel: self.kernel.clone(),
+            prepared: AtomicU32::new(0),
+        };
+        let start = Start::Cold { kernel: &self.kernel, initramfs: &image };
+        let mut machine = booting.start(&directory.join("booting"), &start)?;
+        machine.put_disk(&directory.join("disk"))?;
+        let begun = Instant::now();
+        machine.qmp.call("cont", &json!({}))?;
+        let mut guest = Guest::new(machine, Some(directory));
+        guest.ping().context("boot the floor's guest once more")?;
+        Ok((guest, begun.elapsed()))
     }
 
     /// A process started ahead.
