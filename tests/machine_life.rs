@@ -89,7 +89,7 @@ async fn is_clean(disk: &Path) {
 fn refusal<T: std::fmt::Debug>(answer: Result<T, Error>) -> (ErrorCode, String) {
     let error = answer.unwrap_err();
     let refusal = error.refusal().unwrap_or_else(|| panic!("{error:?}"));
-    (refusal.code, refusal.message.clone())
+    (refusal.code.unwrap(), refusal.message.clone())
 }
 
 /// The process that has this disk open.

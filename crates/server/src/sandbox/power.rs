@@ -99,6 +99,7 @@ impl Sandboxes {
             row.error = None;
         });
         self.write_down(entry).await;
+        tracing::info!(sandbox = %entry.look(|row| row.id), "stopped");
         self.tell(entry, EventKind::Stopped, detail);
         self.admission.look_again();
         Ok(())
@@ -168,6 +169,8 @@ impl Sandboxes {
         self.write_down(entry).await;
         // Of before it was off: nothing of it is true any longer.
         self.forget_hibernation(entry).await;
+        let (id, boot_ms) = entry.look(|row| (row.id, row.boot_ms));
+        tracing::info!(sandbox = %id, boot_ms, "booted");
         self.tell(entry, EventKind::Running, None);
         Ok(())
     }

@@ -48,6 +48,7 @@ impl Guest {
             accelerator: base.accelerator.clone(),
             shape: base.shape,
             disk_bytes: base.disk_bytes,
+            kernel: base.kernel.clone(),
             prepared: AtomicU32::new(0),
         };
         Ok(Save { bake, stood })
