@@ -93,6 +93,7 @@ impl Sandboxes {
         }
         self.put_disks_in_order(entry).await;
         fault::point!("stop.row_writing");
+        self.tell(entry, EventKind::Stopped, detail);
         entry.change(|row| {
             row.state = State::Stopped;
             row.slot = None;
@@ -100,7 +101,6 @@ impl Sandboxes {
         });
         self.write_down(entry).await;
         tracing::info!(sandbox = %entry.look(|row| row.id), "stopped");
-        self.tell(entry, EventKind::Stopped, detail);
         self.admission.look_again();
         Ok(())
     }
@@ -159,6 +159,7 @@ impl Sandboxes {
         let slot = site.number();
         entry.put_inside(Inside::new(machine, site));
         fault::point!("start.row_writing");
+        self.tell(entry, EventKind::Running, None);
         entry.change(|row| {
             row.state = State::Running;
             row.slot = Some(slot);
@@ -171,7 +172,6 @@ impl Sandboxes {
         self.forget_hibernation(entry).await;
         let (id, boot_ms) = entry.look(|row| (row.id, row.boot_ms));
         tracing::info!(sandbox = %id, boot_ms, "booted");
-        self.tell(entry, EventKind::Running, None);
         Ok(())
     }
 
