@@ -64,11 +64,13 @@ impl Sandboxes {
     }
 
     async fn root_volume(&self, account: &AccountId, id: &str) -> Result<VolumeRow, Error> {
-        let row = self.volumes.find(account, id).await.map_err(|error| match error.code {
-            api::ErrorCode::NotFound => {
-                Error::not_found("`root_volume_id`: there is no volume with this name or id")
+        let row = self.volumes.find(account, id).await.map_err(|error| {
+            if error.code == api::ErrorCode::NotFound {
+                return Error::not_found(
+                    "`root_volume_id`: there is no volume with this name or id",
+                );
             }
-            _ => error,
+            error
         })?;
         match row.kind {
             VolumeKind::Root => Ok(row),

@@ -247,11 +247,11 @@ impl Sandboxes {
 
 /// A kernel that panics ends its machine.
 fn not_booted(error: machine::Error) -> Error {
-    match error {
-        machine::Error::Exited { .. } => Error::conflict(
+    if matches!(error, machine::Error::Exited { .. }) {
+        return Error::conflict(
             "its guest did not boot from its root disk; attach the disk to another machine and look at it there",
         )
-        .because(error),
-        error => not_started(error),
+        .because(error);
     }
+    not_started(error)
 }
