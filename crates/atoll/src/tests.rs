@@ -50,6 +50,15 @@ fn what_the_help_shows_can_be_written() {
         "atoll template build geo geo.toml --detach",
         "atoll --url http://host --key k key create --label ci --scope read --expires-in-days 90",
         "atoll key revoke atl_abc",
+        "atoll key create --local --account ada",
+        "atoll account create ada --plan free --database postgres://atoll@db/atoll",
+        "atoll account list --json",
+        "atoll account get ada",
+        "atoll account set-plan ada team --settings /etc/atoll.toml",
+        "atoll account set-plan ada",
+        "atoll account delete ada",
+        "atoll usage --from 2026-11-01T00:00:00Z --to 2026-12-01T00:00:00+01:00",
+        "atoll usage --local --account ada",
         "atoll version --json",
     ] {
         assert!(
@@ -88,6 +97,10 @@ fn what_makes_no_sense_is_refused_before_the_server_is_asked() {
         "atoll cp a:b ID:/x",
         "atoll template get ../x",
         "atoll key create --expires-in-days 0",
+        "atoll key create --account ada",
+        "atoll account create ../ada",
+        "atoll usage --from yesterday",
+        "atoll usage --account ada",
         "atoll serve --listen nowhere",
     ] {
         assert!(parse(line).is_err(), "{line}");

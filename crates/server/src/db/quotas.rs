@@ -28,6 +28,22 @@ impl Db {
         amounts(&mut connection, account).await
     }
 
+    /// Of what will be admitted later, when its row is written.
+    ///
+    /// # Errors
+    /// The plan does not allow it.
+    pub(crate) async fn check_quota(
+        &self,
+        account: &AccountId,
+        plan: &Plan,
+        more: &Amounts,
+    ) -> Result<(), Error> {
+        if plan.is_unlimited() {
+            return Ok(());
+        }
+        plan.check(&self.amounts(account).await?, more)
+    }
+
     /// Of the smallest and the largest volume; nothing without any.
     pub(crate) async fn volume_extremes(&self, account: &AccountId) -> Result<(u64, u64), Error> {
         let row = sqlx::query(

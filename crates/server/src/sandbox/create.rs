@@ -338,7 +338,7 @@ impl Sandboxes {
     /// # Errors
     /// The plan does not allow so much more.
     pub(super) async fn check_quota(&self, caller: &Caller, more: &Amounts) -> Result<(), Error> {
-        caller.plan.check(&self.db.amounts(&caller.account).await?, more)
+        self.db.check_quota(&caller.account, &caller.plan, more).await
     }
 
     /// Goes on to its end when whoever asked has gone: a volume is not left claimed for nobody.
