@@ -2,24 +2,16 @@
 
 use std::fs::File;
 use std::io::{self, IoSliceMut};
-use std::num::NonZero;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 
-const PAGE: u64 = 4096;
-/// Changed pages are written together with their neighbours: a file rewritten page by page falls into so many pieces
-/// that cloning it takes a hundred times as long.
-const BLOCK: u64 = 64 * 1024;
-const PIECE: u64 = 1 << 20;
-/// More wait for each other at the file, and the host has other machines.
-const MOST_THREADS: usize = 4;
+pub(crate) const PAGE: u64 = 4096;
 
 /// Pages that are the process's own, in memory or swapped out. Pages of a file are not, even where nobody else maps them
 /// yet; nor is `Private_Dirty` the right count, for that includes a file's pages not yet written back.
@@ -37,6 +29,7 @@ fn sum(smaps_rollup: &str) -> u64 {
 }
 
 /// The guest's memory in a QEMU that maps its file privately.
+#[derive(Debug)]
 pub(crate) struct GuestMemory {
     pid: Pid,
     /// Where the file's first byte is mapped.
@@ -51,24 +44,26 @@ pub(crate) struct GuestMemory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Identity(u64, u64);
 
-/// What differs from the file.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Changed {
-    pub(crate) pages: u64,
-    /// In the file, in order, apart from each other.
-    pub(crate) blocks: Vec<Range<u64>>,
-}
+/// Pages that are not the file's: in the file, in order, apart from each other.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Changed(pub(crate) Vec<Range<u64>>);
 
 impl Changed {
-    /// In order.
-    fn add(&mut self, pages: Range<u64>, length: u64) {
-        self.pages += (pages.end - pages.start) / PAGE;
-        let start = pages.start / BLOCK * BLOCK;
-        let end = pages.end.next_multiple_of(BLOCK).min(length);
-        match self.blocks.last_mut() {
-            Some(last) if start <= last.end => last.end = last.end.max(end),
-            Some(_) | None => self.blocks.push(start..end),
+    /// In any order, and more than once: so the kernel finds them.
+    fn of(mut found: Vec<Range<u64>>) -> Self {
+        found.sort_unstable_by_key(|range| range.start);
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        for range in found {
+            match ranges.last_mut() {
+                Some(last) if range.start <= last.end => last.end = last.end.max(range.end),
+                Some(_) | None => ranges.push(range),
+            }
         }
+        Self(ranges)
+    }
+
+    pub(crate) fn pages(&self) -> u64 {
+        self.0.iter().map(|range| (range.end - range.start) / PAGE).sum()
     }
 }
 
@@ -139,7 +134,11 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// While the machine stands still.
+    pub(crate) fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Of a machine that runs, more may have changed by the time that this is known.
     pub(crate) fn changed(&self) -> io::Result<Changed> {
         let pagemap = File::open(format!("/proc/{}/pagemap", self.pid))?;
         match self.scan(&pagemap) {
@@ -152,7 +151,7 @@ impl GuestMemory {
     fn scan(&self, pagemap: &File) -> io::Result<Changed> {
         const REGIONS: usize = 4096;
         let mut regions = vec![Region::default(); REGIONS];
-        let mut changed = Changed::default();
+        let mut changed = Vec::new();
         let (mut start, end) = (self.address, self.address + self.length);
         while start < end {
             let mut scan = Scan {
@@ -170,20 +169,20 @@ impl GuestMemory {
             // SAFETY: the kernel writes to `scan`, and to `regions` as many as it is told that there are.
             #[expect(unsafe_code, reason = "an ioctl without a wrapper")]
             let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &raw mut scan) }?;
-            for region in regions.iter().take(usize::try_from(count).unwrap_or(0)) {
-                changed.add(region.start - self.address..region.end - self.address, self.length);
-            }
+            let found = regions.iter().take(usize::try_from(count).unwrap_or(0));
+            changed
+                .extend(found.map(|region| region.start - self.address..region.end - self.address));
             if scan.walk_end <= start {
                 return Err(io::Error::other("the kernel's scan of pages does not go on"));
             }
             start = scan.walk_end;
         }
-        Ok(changed)
+        Ok(Changed::of(changed))
     }
 
     fn read(&self, pagemap: &File) -> io::Result<Changed> {
         const ENTRY: u64 = 8;
-        let mut changed = Changed::default();
+        let mut changed = Vec::new();
         let mut entries = vec![0; 64 * 1024];
         let mut offset = 0;
         while offset < self.length {
@@ -193,42 +192,15 @@ impl GuestMemory {
             for entry in entries.chunks_exact(8) {
                 let entry = u64::from_le_bytes(entry.try_into().map_err(io::Error::other)?);
                 if is_changed(entry) {
-                    changed.add(offset..offset + PAGE, self.length);
+                    changed.push(offset..offset + PAGE);
                 }
                 offset += PAGE;
             }
         }
-        Ok(changed)
+        Ok(Changed::of(changed))
     }
 
-    /// To the same places in `target`, by as many threads as help: half of the time goes into reading, which they do side
-    /// by side.
-    pub(crate) fn copy(&self, blocks: &[Range<u64>], target: &File) -> io::Result<()> {
-        let pieces: Vec<Range<u64>> = blocks.iter().flat_map(pieces).collect();
-        let next = AtomicUsize::new(0);
-        let work = || -> io::Result<()> {
-            let mut buffer = vec![0; PIECE as usize];
-            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let buffer = &mut buffer[..(piece.end - piece.start) as usize];
-                self.read_exact(piece.start, buffer)?;
-                target.write_all_at(buffer, piece.start)?;
-            }
-            Ok(())
-        };
-        let threads =
-            std::thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS);
-        std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-            let mut result = work();
-            for other in others {
-                result = result
-                    .and(other.join().map_err(|_| io::Error::other("a copying thread panicked"))?);
-            }
-            result
-        })
-    }
-
-    fn read_exact(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
+    pub(crate) fn read_exact(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
         while !buffer.is_empty() {
             let base = usize::try_from(self.address + at).map_err(io::Error::other)?;
             let remote = [RemoteIoVec { base, len: buffer.len() }];
@@ -244,11 +216,6 @@ impl GuestMemory {
         }
         Ok(())
     }
-}
-
-fn pieces(block: &Range<u64>) -> impl Iterator<Item = Range<u64>> + use<> {
-    let end = block.end;
-    (block.start..end).step_by(PIECE as usize).map(move |start| start..end.min(start + PIECE))
 }
 
 /// The file of which most is mapped, without a gap and from its start: its first piece, and its length.
@@ -311,6 +278,7 @@ nix::ioctl_readwrite!(pagemap_scan, b'f', 16, Scan);
 
 #[cfg(test)]
 mod tests {
+    use super::mapped::MappedPrivately;
     use super::*;
 
     #[test]
@@ -346,21 +314,17 @@ mod tests {
     }
 
     #[test]
-    fn changed_pages_become_whole_blocks() {
-        let mut changed = Changed::default();
-        let length = 10 * BLOCK;
-        for page in [1, 2, 15, 16, 100] {
-            changed.add(page * PAGE..(page + 1) * PAGE, length);
-        }
-        changed.add(length - PAGE..length, length);
-        let blocks = vec![0..2 * BLOCK, 6 * BLOCK..7 * BLOCK, 9 * BLOCK..length];
-        assert_eq!(changed, Changed { pages: 6, blocks });
+    fn changed_pages_beside_each_other_are_one_range_and_counted_once() {
+        let pages = [1, 100, 2, 15, 2, 16].map(|page| page * PAGE..(page + 1) * PAGE);
+        let changed = Changed::of([&pages[..], &[15 * PAGE..17 * PAGE]].concat());
+        assert_eq!(changed.0, [PAGE..3 * PAGE, 15 * PAGE..17 * PAGE, 100 * PAGE..101 * PAGE]);
+        assert_eq!(changed.pages(), 5);
     }
 
     #[test]
     fn both_ways_to_find_changed_pages_find_the_same() {
         let file = tempfile::tempfile().unwrap();
-        let length = 64 * BLOCK;
+        let length = 1024 * PAGE;
         file.write_all_at(&vec![1; length as usize], 0).unwrap();
         let private = MappedPrivately::of(&file, length);
         for page in [3, 4, 500, 1023] {
@@ -368,51 +332,55 @@ mod tests {
         }
         // A page that was only read stays the file's.
         assert_eq!(private.read((700 * PAGE) as usize), 1);
-        let memory = GuestMemory {
-            pid: Pid::this(),
-            address: private.0 as u64,
-            length,
-            file: Identity(0, 0),
-            handle: PathBuf::new(),
-        };
+        let memory = private.memory();
         let pagemap = File::open("/proc/self/pagemap").unwrap();
         let read = memory.read(&pagemap).unwrap();
-        assert_eq!(read.pages, 4);
+        assert_eq!(read.pages(), 4);
         match memory.scan(&pagemap) {
             Ok(scanned) => assert_eq!(scanned, read),
             Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),
         }
-        let copy = tempfile::tempfile().unwrap();
-        copy.write_all_at(&vec![1; length as usize], 0).unwrap();
-        memory.copy(&read.blocks, &copy).unwrap();
-        let mut bytes = vec![0; length as usize];
-        copy.read_exact_at(&mut bytes, 0).unwrap();
-        let differing: Vec<_> = (0..bytes.len()).filter(|&at| bytes[at] != 1).collect();
-        assert_eq!(differing, [3, 4, 500, 1023].map(|page| page * PAGE as usize));
     }
+}
+
+/// Memory as a QEMU has it, in this process.
+#[cfg(test)]
+pub(crate) mod mapped {
+    use super::*;
 
     /// Never unmapped: the test's process is.
-    struct MappedPrivately(*mut u8);
+    pub(crate) struct MappedPrivately(*mut u8, u64);
 
     #[expect(unsafe_code, reason = "a mapping as QEMU has it")]
     impl MappedPrivately {
-        fn of(file: &File, length: u64) -> Self {
+        pub(crate) fn of(file: &File, length: u64) -> Self {
             use rustix::mm::{MapFlags, ProtFlags, mmap};
-            let (access, length) = (ProtFlags::READ | ProtFlags::WRITE, length as usize);
+            let (access, bytes) = (ProtFlags::READ | ProtFlags::WRITE, length as usize);
             // SAFETY: a new mapping, at an address of the kernel's choice.
             Self(
-                unsafe { mmap(std::ptr::null_mut(), length, access, MapFlags::PRIVATE, file, 0) }
+                unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE, file, 0) }
                     .unwrap()
                     .cast(),
+                length,
             )
         }
 
-        fn write(&self, at: usize, byte: u8) {
+        pub(crate) fn memory(&self) -> GuestMemory {
+            GuestMemory {
+                pid: Pid::this(),
+                address: self.0 as u64,
+                length: self.1,
+                file: Identity(0, 0),
+                handle: PathBuf::new(),
+            }
+        }
+
+        pub(crate) fn write(&self, at: usize, byte: u8) {
             // SAFETY: within the mapping.
             unsafe { self.0.add(at).write_volatile(byte) }
         }
 
-        fn read(&self, at: usize) -> u8 {
+        pub(crate) fn read(&self, at: usize) -> u8 {
             // SAFETY: within the mapping.
             unsafe { self.0.add(at).read_volatile() }
         }

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::hypervisor::explained;
 use crate::machine::Machine;
 use crate::memory::GuestMemory;
+use crate::memory_copy::Copy;
 
 /// All of a save that waits for the host. A few GiB of changed memory are written in seconds.
 const COPY: Duration = Duration::from_secs(60);
@@ -18,10 +19,16 @@ const COPY: Duration = Duration::from_secs(60);
 pub struct Save<F> {
     /// Open for writing only; empty.
     pub state: File,
-    /// A clone of [`Machine::base_memory`], made before: the pages that differ are written over it.
-    pub memory: File,
+    pub memory: Ahead,
     /// Runs while the machine stands still: the clone of its disk.
     pub while_stopped: F,
+}
+
+/// A memory file that is nearly equal to the machine's memory already, so that little is left to write while it stands.
+#[derive(Debug)]
+pub struct Ahead {
+    memory: GuestMemory,
+    copy: Copy,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -30,9 +37,10 @@ pub struct Saved {
     pub stopped_since: Instant,
     /// How long until all was written.
     pub stood: Duration,
+    /// The process's own, even where they are what they were.
     pub changed_pages: u64,
-    /// Written to the memory file: whole blocks around the changed pages.
-    pub changed_bytes: u64,
+    /// Of the memory file, what is not shared with that which it was cloned from.
+    pub written_bytes: u64,
     pub steps: Steps,
 }
 
@@ -59,7 +67,7 @@ impl Machine {
     }
 
     /// Has the host write back what its page cache holds of the disks, until little is left to be written. To be called
-    /// before the guest is made quiet, and once more after: the clone of a disk waits for all of it.
+    /// before the guest is made quiet: the clone of a disk waits for all that is left.
     ///
     /// # Errors
     /// A disk of the host's fails, or the process is gone.
@@ -68,6 +76,23 @@ impl Machine {
         let flushing = tokio::task::spawn_blocking(move || disks::write_back(pid));
         let flushed = flushing.await.map_err(|_| Error::Lost)?;
         flushed.map_err(Error::host("write back the disks of qemu"))
+    }
+
+    /// Writes the pages that have changed over `target`, a clone of [`Machine::base_memory`], while the machine goes on.
+    ///
+    /// # Errors
+    /// [`Error::Unfit`] when it is no such clone. The host's disk is full, or it fails; or the process is gone.
+    pub async fn copy_ahead(&self, target: File) -> Result<Ahead> {
+        let memory = GuestMemory::of(self.pid()).map_err(Error::host("find the memory of qemu"))?;
+        memory.check_clone(&target)?;
+        let copying = tokio::task::spawn_blocking(move || -> io::Result<_> {
+            let changed = memory.changed()?;
+            let mut copy = Copy::new(memory.open_base()?, target, memory.length(), &changed.0);
+            copy.catch_up(&memory, &changed.0)?;
+            Ok(Ahead { memory, copy })
+        });
+        let copied = copying.await.map_err(|_| Error::Lost)?;
+        copied.map_err(Error::host("copy the memory of qemu"))
     }
 
     /// Writes the whole machine, which is stopped from then on, whatever the result: the caller resumes it. Nothing is
@@ -86,9 +111,7 @@ impl Machine {
     where
         F: FnOnce() -> io::Result<()> + Send + 'static,
     {
-        let Save { state, memory: target, while_stopped } = save;
-        let memory = GuestMemory::of(self.pid()).map_err(Error::host("find the memory of qemu"))?;
-        memory.check_clone(&target)?;
+        let Save { state, memory: Ahead { memory, mut copy }, while_stopped } = save;
         let stopped_since = Instant::now();
         self.stop().await?;
         let stop = stopped_since.elapsed();
@@ -96,8 +119,8 @@ impl Machine {
             let begun = Instant::now();
             let changed = memory.changed()?;
             let scan = begun.elapsed();
-            memory.copy(&changed.blocks, &target)?;
-            Ok((changed, scan, begun.elapsed() - scan))
+            copy.catch_up(&memory, &changed.0)?;
+            Ok((changed.pages(), copy.written_bytes(), scan, begun.elapsed() - scan))
         });
         let cloning = tokio::task::spawn_blocking(move || {
             let begun = Instant::now();
@@ -117,14 +140,15 @@ impl Machine {
         if self.has_exited() {
             return Err(Error::Lost);
         }
-        let (changed, scan, copy) = copied.map_err(Error::host("copy the memory of qemu"))?;
+        let (changed_pages, written_bytes, scan, copy) =
+            copied.map_err(Error::host("copy the memory of qemu"))?;
         let cloned = cloned.map_err(|_| Error::Lost)?;
         let while_stopped = cloned.map_err(Error::host("clone the disk of a machine"))?;
         Ok(Saved {
             stopped_since,
             stood: stopped_since.elapsed(),
-            changed_pages: changed.pages,
-            changed_bytes: changed.blocks.iter().map(|block| block.end - block.start).sum(),
+            changed_pages,
+            written_bytes,
             steps: Steps { stop, state, scan, copy, while_stopped },
         })
     }

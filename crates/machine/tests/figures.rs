@@ -68,7 +68,7 @@ async fn saves_of(bake: &Bake, changed_mb: u32) {
         ] {
             steps.add(name, took.as_secs_f64() * 1e3, 0.0);
         }
-        stored = saved.changed_bytes as f64 / 1e6;
+        stored = saved.written_bytes as f64 / 1e6;
     }
     println!("save with {changed_mb} MB changed; {stored:.1} MB written");
     for (name, wall, _) in steps.0 {

@@ -34,7 +34,7 @@ pub enum Request {
     /// grown, volumes mounted, and the user's processes thawed last. A failure leaves these frozen: such a guest must not
     /// go on.
     Repair(Repair),
-    /// [`Reply::Done`]. Flush every writable file system.
+    /// [`Reply::Done`]. Flush every writable file system on a disk.
     Sync,
     /// [`Reply::Done`], then the guest powers off: execs ended (TERM, grace, KILL), file systems flushed, root read-only.
     Shutdown { grace_ms: u32 },

@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::ErrorKind,
-    path::{Path, PathBuf},
+    path::Path,
     time::{Duration, SystemTime},
 };
 
@@ -15,6 +15,7 @@ use crate::{
     draft::{self, Draft},
     lock::Lock,
     pool,
+    saved_machine::Files,
 };
 
 /// What a bake says about itself.
@@ -32,24 +33,7 @@ pub struct Manifest {
 pub struct Bake {
     pub key: Digest,
     pub manifest: Manifest,
-    directory: PathBuf,
-}
-
-impl Bake {
-    /// The guest's memory, mapped privately by every clone.
-    pub fn memory(&self) -> PathBuf {
-        self.directory.join("memory")
-    }
-
-    /// Device state without memory.
-    pub fn state(&self) -> PathBuf {
-        self.directory.join("state")
-    }
-
-    /// The root disk as it was then, cloned by every sandbox.
-    pub fn rootfs(&self) -> PathBuf {
-        self.directory.join("rootfs")
-    }
+    pub files: Files,
 }
 
 /// Being made; gone when dropped.
@@ -64,30 +48,17 @@ impl BakeDraft {
         Ok(Self { key: key.clone(), draft: Draft::create(&layout.cache_temporary(), "bake")? })
     }
 
-    pub fn memory(&self) -> PathBuf {
-        self.draft.path().join("memory")
-    }
-
-    pub fn state(&self) -> PathBuf {
-        self.draft.path().join("state")
-    }
-
-    pub fn rootfs(&self) -> PathBuf {
-        self.draft.path().join("rootfs")
+    pub fn files(&self) -> Files {
+        Files::of(self.draft.path())
     }
 
     /// Memory, state and rootfs must be complete.
     pub fn publish(self, layout: &Layout, manifest: Manifest) -> Result<Bake> {
-        for path in [self.memory(), self.state(), self.rootfs()] {
-            let metadata = path.metadata().map_err(Error::io("look for", &path))?;
-            if metadata.len() == 0 {
-                return Err(Error::Damaged { path, reason: "it is empty".to_owned() });
-            }
-        }
+        self.files().lengths()?;
         write_manifest(self.draft.path(), &manifest)?;
         let directory = layout.bake(&self.key);
         self.draft.publish(&directory)?;
-        Ok(Bake { key: self.key, manifest, directory })
+        Ok(Bake { key: self.key, manifest, files: Files::of(&directory) })
     }
 }
 
@@ -128,7 +99,7 @@ pub fn get(layout: &Layout, key: &Digest) -> Result<Option<Bake>> {
     let directory = layout.bake(key);
     let Some(manifest) = read_manifest(&directory)? else { return Ok(None) };
     touch(&directory);
-    Ok(Some(Bake { key: key.clone(), manifest, directory }))
+    Ok(Some(Bake { key: key.clone(), manifest, files: Files::of(&directory) }))
 }
 
 /// A missed mark only makes the bake look older than it is.
@@ -226,7 +197,8 @@ mod tests {
 
     fn filled(layout: &Layout, key: &Digest, content: &[u8]) -> BakeDraft {
         let draft = BakeDraft::create(layout, key).unwrap();
-        for path in [draft.memory(), draft.state(), draft.rootfs()] {
+        let files = draft.files();
+        for path in [files.memory(), files.state(), files.rootfs()] {
             fs::write(path, content).unwrap();
         }
         draft
@@ -241,12 +213,12 @@ mod tests {
         draft.publish(&layout, manifest("old")).unwrap();
         let bake = get(&layout, &key).unwrap().unwrap();
         assert_eq!(bake.manifest, manifest("old"));
-        assert!(!bake.memory().with_file_name("machine").exists());
+        assert!(!bake.files.memory().with_file_name("machine").exists());
 
         filled(&layout, &key, b"new").publish(&layout, manifest("new")).unwrap();
         let bake = get(&layout, &key).unwrap().unwrap();
         assert_eq!(
-            (bake.manifest.description.as_str(), fs::read(bake.state()).unwrap()),
+            (bake.manifest.description.as_str(), fs::read(bake.files.state()).unwrap()),
             ("new", b"new".to_vec())
         );
         assert_eq!(fs::read_dir(layout.cache_temporary()).unwrap().count(), 0);
@@ -257,7 +229,7 @@ mod tests {
         let (_directory, layout) = layout();
         let key = Digest::of(b"key");
         let draft = filled(&layout, &key, b"x");
-        fs::write(draft.state(), b"").unwrap();
+        fs::write(draft.files().state(), b"").unwrap();
         assert!(draft.publish(&layout, manifest("x")).is_err());
         assert!(get(&layout, &key).unwrap().is_none());
         assert_eq!(fs::read_dir(layout.cache_temporary()).unwrap().count(), 0);

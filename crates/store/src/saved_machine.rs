@@ -56,29 +56,55 @@ struct StoredFormat {
     format: u32,
 }
 
-/// Published and immutable.
+/// Where a machine at rest lies.
 #[derive(Debug, Clone)]
-pub struct SavedMachine {
-    pub manifest: Manifest,
-    directory: PathBuf,
-}
+pub struct Files(PathBuf);
 
-impl SavedMachine {
+impl Files {
+    pub(crate) const NAMES: [&str; 3] = ["memory", "state", "rootfs"];
+
+    pub fn of(directory: &Path) -> Self {
+        Self(directory.to_owned())
+    }
+
     /// The guest's memory. To be mapped privately.
     pub fn memory(&self) -> PathBuf {
-        self.directory.join("memory")
+        self.0.join("memory")
     }
 
     /// Device state without memory.
     pub fn state(&self) -> PathBuf {
-        self.directory.join("state")
+        self.0.join("state")
     }
 
     /// The root disk, to be cloned.
     pub fn rootfs(&self) -> PathBuf {
-        self.directory.join("rootfs")
+        self.0.join("rootfs")
     }
 
+    /// Their lengths, by name.
+    pub(crate) fn lengths(&self) -> Result<BTreeMap<String, u64>> {
+        let mut lengths = BTreeMap::new();
+        for name in Self::NAMES {
+            let path = self.0.join(name);
+            let length = path.metadata().map_err(Error::io("look for", &path))?.len();
+            if length == 0 {
+                return Err(Error::Damaged { path, reason: "it is empty".to_owned() });
+            }
+            lengths.insert(name.to_owned(), length);
+        }
+        Ok(lengths)
+    }
+}
+
+/// Published and immutable.
+#[derive(Debug, Clone)]
+pub struct SavedMachine {
+    pub manifest: Manifest,
+    pub files: Files,
+}
+
+impl SavedMachine {
     /// `None` when there is nothing.
     pub(crate) fn read(directory: PathBuf, what: &'static str, id: &str) -> Result<Option<Self>> {
         let unusable = |reason: String| Error::Unusable { what, id: id.to_owned(), reason };
@@ -108,14 +134,8 @@ impl SavedMachine {
                 Err(error) => return Err(unusable(format!("{name}: {error}"))),
             }
         }
-        Ok(Some(Self { manifest: stored.machine, directory }))
+        Ok(Some(Self { manifest: stored.machine, files: Files(directory) }))
     }
-}
-
-/// What the host has not written of this file to its disk yet is written.
-pub fn flush(path: &Path) -> Result<()> {
-    let file = File::open(path).map_err(Error::io("open", path))?;
-    file.sync_data().map_err(Error::io("flush", path))
 }
 
 /// Being made; gone when dropped.
@@ -132,12 +152,8 @@ impl SavedMachineDraft {
         Ok(Self { draft, target })
     }
 
-    fn memory(&self) -> PathBuf {
-        self.draft.path().join("memory")
-    }
-
-    fn state(&self) -> PathBuf {
-        self.draft.path().join("state")
+    fn files(&self) -> Files {
+        Files::of(self.draft.path())
     }
 
     /// The memory starts as a clone of `base`; the changed pages are written over it. Readable and writable.
@@ -147,7 +163,7 @@ impl SavedMachineDraft {
 
     /// As [`SavedMachineDraft::clone_memory`], of a file that may have lost its name.
     pub fn clone_memory_of(&self, base: &File) -> Result<File> {
-        let path = self.memory();
+        let path = self.files().memory();
         let mut options = OpenOptions::new();
         // A machine's process opens its descriptor of it once more, as a user of its own.
         options.read(true).write(true).create_new(true).mode(0o444);
@@ -158,19 +174,16 @@ impl SavedMachineDraft {
 
     /// Empty, for writing only.
     pub fn state_file(&self) -> Result<File> {
-        let open = OpenOptions::new().write(true).create_new(true).mode(0o600).open(self.state());
-        open.map_err(Error::io("create", self.state()))
-    }
-
-    fn clone_state(&self, source: &Path) -> Result<()> {
-        clone_file(source, &self.state()).map(drop)
+        let path = self.files().state();
+        let open = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        open.map_err(Error::io("create", path))
     }
 
     /// All of a machine that is at rest already.
     pub fn clone_all_of(&self, saved: &SavedMachine) -> Result<()> {
-        self.clone_memory(&saved.memory())?;
-        self.clone_state(&saved.state())?;
-        clone_file(&saved.rootfs(), &self.draft.path().join("rootfs")).map(drop)
+        self.clone_memory(&saved.files.memory())?;
+        clone_file(&saved.files.state(), &self.files().state())?;
+        clone_file(&saved.files.rootfs(), &self.files().rootfs()).map(drop)
     }
 
     /// Clones the root disk when called, which is to be while the machine stands still.
@@ -178,7 +191,7 @@ impl SavedMachineDraft {
         &self,
         source: PathBuf,
     ) -> impl FnOnce() -> io::Result<()> + Send + use<> {
-        let target = self.draft.path().join("rootfs");
+        let target = self.files().rootfs();
         move || {
             let input = File::open(&source)?;
             let output =
@@ -190,19 +203,10 @@ impl SavedMachineDraft {
 
     /// Flushes everything to the disk, and makes it visible at once. All files must be complete.
     pub fn publish(self, manifest: Manifest) -> Result<SavedMachine> {
-        let mut files = BTreeMap::new();
-        for name in ["memory", "state", "rootfs"] {
-            let path = self.draft.path().join(name);
-            let length = path.metadata().map_err(Error::io("look for", &path))?.len();
-            if length == 0 {
-                let source = io::Error::new(ErrorKind::UnexpectedEof, "it is empty");
-                return Err(Error::Io { doing: "publish", path, source });
-            }
-            files.insert(name.to_owned(), length);
-        }
+        let files = self.files().lengths()?;
         let stored = Stored { format: FORMAT, files, machine: manifest.clone() };
         write_manifest(self.draft.path(), &stored)?;
         self.draft.publish(&self.target)?;
-        Ok(SavedMachine { manifest, directory: self.target })
+        Ok(SavedMachine { manifest, files: Files(self.target) })
     }
 }

@@ -5,7 +5,7 @@ use api::SnapshotId;
 
 use crate::{
     Error, Layout, Result, draft, extents, layout,
-    saved_machine::{SavedMachine, SavedMachineDraft},
+    saved_machine::{Files, SavedMachine, SavedMachineDraft},
 };
 
 pub use crate::saved_machine::Manifest;
@@ -52,7 +52,7 @@ pub struct Sizes {
 pub fn sizes(layout: &Layout, id: &SnapshotId) -> Result<Sizes> {
     let directory = layout.snapshot(id);
     let mut sizes = Sizes::default();
-    for name in ["memory", "state", "rootfs"] {
+    for name in Files::NAMES {
         let path = directory.join(name);
         match extents::held(&path) {
             Ok(held) => {

@@ -21,7 +21,8 @@ fn layout(directory: &Path) -> Layout {
 
 fn publish(layout: &Layout, key: &Digest, content: &str) {
     let draft = BakeDraft::create(layout, key).unwrap();
-    for path in [draft.memory(), draft.state(), draft.rootfs()] {
+    let files = draft.files();
+    for path in [files.memory(), files.state(), files.rootfs()] {
         fs::write(path, content).unwrap();
     }
     let manifest =
@@ -52,7 +53,7 @@ fn a_bake_replaced_by_a_process_that_is_killed_is_the_old_or_the_new_one() {
         child.kill().unwrap();
         child.wait().unwrap();
         let bake = bake::get(&layout, &key).unwrap().unwrap();
-        for path in [bake.memory(), bake.state(), bake.rootfs()] {
+        for path in [bake.files.memory(), bake.files.state(), bake.files.rootfs()] {
             assert_eq!(fs::read_to_string(path).unwrap(), bake.manifest.description);
         }
     }

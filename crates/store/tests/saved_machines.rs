@@ -86,7 +86,7 @@ fn deleting_the_parent_moves_its_bytes_to_the_child() {
     let parent = take(&layout, &base.memory, 8, &base.rootfs);
     assert_eq!(sizes_mib(&layout, &parent), (8, 80));
 
-    let memory = snapshot::get(&layout, &parent).unwrap().unwrap().memory();
+    let memory = snapshot::get(&layout, &parent).unwrap().unwrap().files.memory();
     let child = take(&layout, &memory, 4, &base.rootfs);
     // Of the parent's 8 the child has 4, and wrote over the others.
     assert_eq!(sizes_mib(&layout, &parent), (4, 80));
@@ -101,7 +101,7 @@ fn deleting_the_parent_moves_its_bytes_to_the_child() {
     fs::remove_file(&base.rootfs).unwrap();
     wait_for_sizes_mib(&layout, &child, (80, 80));
     let mut memory =
-        fs::File::open(snapshot::get(&layout, &child).unwrap().unwrap().memory()).unwrap();
+        fs::File::open(snapshot::get(&layout, &child).unwrap().unwrap().files.memory()).unwrap();
     let mut content = Vec::new();
     memory.read_to_end(&mut content).unwrap();
     assert!(content[..4 << 20].iter().all(|byte| *byte == 4));
@@ -117,7 +117,7 @@ fn a_chain_of_any_depth_costs_what_each_link_changed() {
     let (mut memory, mut last) = (base.memory.clone(), None);
     for _ in 0..20 {
         let id = take(&layout, &memory, 1, &base.rootfs);
-        memory = snapshot::get(&layout, &id).unwrap().unwrap().memory();
+        memory = snapshot::get(&layout, &id).unwrap().unwrap().files.memory();
         if let Some(last) = last.replace(id) {
             snapshot::remove(&layout, &last).unwrap();
         }
@@ -187,7 +187,8 @@ fn what_is_damaged_or_of_a_later_program_is_told_and_not_loaded() {
     };
     let new = || {
         let id = take(&layout, &base.memory, 1, &base.rootfs);
-        let directory = snapshot::get(&layout, &id).unwrap().unwrap().memory().with_file_name("");
+        let directory =
+            snapshot::get(&layout, &id).unwrap().unwrap().files.memory().with_file_name("");
         (id, directory)
     };
 
@@ -253,9 +254,9 @@ fn a_hibernated_machine_is_whole_beside_its_sandbox_s_disk() {
         draft.clone_rootfs_later(files.rootfs())().unwrap();
         draft.publish(manifest()).unwrap();
         let hibernated = files.hibernation().unwrap().unwrap();
-        assert_eq!(fs::read_to_string(hibernated.state()).unwrap(), content);
+        assert_eq!(fs::read_to_string(hibernated.files.state()).unwrap(), content);
         assert_eq!(hibernated.manifest, manifest());
-        assert_eq!(fs::read(hibernated.rootfs()).unwrap(), fs::read(files.rootfs()).unwrap());
+        assert_eq!(fs::read(hibernated.files.rootfs()).unwrap(), fs::read(files.rootfs()).unwrap());
     }
 
     // A snapshot of it needs no machine.
@@ -263,7 +264,7 @@ fn a_hibernated_machine_is_whole_beside_its_sandbox_s_disk() {
     let draft = snapshot::draft(&layout, &id).unwrap();
     draft.clone_all_of(&hibernated).unwrap();
     let taken = draft.publish(hibernated.manifest.clone()).unwrap();
-    assert_eq!(fs::read_to_string(taken.state()).unwrap(), "second");
+    assert_eq!(fs::read_to_string(taken.files.state()).unwrap(), "second");
 
     files.remove_hibernation().unwrap();
     files.remove_hibernation().unwrap();
@@ -292,7 +293,7 @@ fn a_snapshot_whose_maker_is_killed_is_whole_or_not_there() {
         let published = snapshot::list(&layout).unwrap();
         assert!(published.len() >= round);
         for id in published {
-            let files = snapshot::get(&layout, &id).unwrap().unwrap();
+            let files = snapshot::get(&layout, &id).unwrap().unwrap().files;
             assert_eq!(fs::read(files.state()).unwrap(), b"state");
             assert_eq!(fs::read(files.memory()).unwrap(), fs::read(files.rootfs()).unwrap());
         }

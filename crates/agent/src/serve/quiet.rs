@@ -59,6 +59,7 @@ pub(crate) enum Change {
     Thawed(Option<Asker>, Result<(), Failure>),
     Repaired(Asker, Result<(), Failure>),
     Volumes(Asker, Result<(), Failure>),
+    Flushed(Asker, Result<(), Failure>),
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -136,7 +137,9 @@ impl Server {
                 self.set_phase(if result.is_ok() { Phase::Running } else { Phase::Broken });
                 self.tell(asker, result);
             }
-            Change::Volumes(asker, result) => self.tell(asker, result),
+            Change::Volumes(asker, result) | Change::Flushed(asker, result) => {
+                self.tell(asker, result);
+            }
         }
     }
 
@@ -192,6 +195,11 @@ impl Server {
     ) {
         let asker = self.asker(stream);
         self.change(move |state| Change::Volumes(asker, change(state)));
+    }
+
+    pub(crate) fn flush_disks(&self, stream: u32) {
+        let asker = self.asker(stream);
+        self.change(move |state| Change::Flushed(asker, state.flush()));
     }
 
     pub(crate) fn quiet_deadline(&self) -> Option<Instant> {

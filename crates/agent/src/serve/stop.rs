@@ -7,7 +7,6 @@ use protocol::Reply;
 use protocol::message::Failure;
 use rustix::process::Signal;
 
-use super::files::FileResult;
 use super::{Done, Server};
 use crate::Place;
 use crate::exec::after;
@@ -56,17 +55,6 @@ impl Shutdown {
 }
 
 impl Server {
-    pub(crate) fn flush_disks(&mut self, stream: u32) {
-        let (epoch, place) = (self.epoch, self.place);
-        self.workers.submit(move || {
-            match place {
-                Place::Guest => rustix::fs::sync(),
-                Place::Host => {}
-            }
-            Done::File { epoch, stream, result: FileResult::Answer(Ok(Reply::Done)) }
-        });
-    }
-
     pub(crate) fn shut_down(&mut self, stream: u32, grace_ms: u32, purpose: Purpose) {
         if let Some(shutdown) = &mut self.shutdown
             && shutdown.step != Step::Complete

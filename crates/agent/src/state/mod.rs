@@ -91,6 +91,14 @@ impl State {
         Ok(())
     }
 
+    /// Writes what is dirty, once.
+    pub(crate) fn flush(&mut self) -> Result<(), Failure> {
+        let flushed = self.write_out();
+        // Held open, they could not be unmounted.
+        self.found.clear();
+        flushed
+    }
+
     /// Afterwards no process of the user's runs and nothing is written, or all goes on as before.
     pub(crate) fn freeze(&mut self, attempt: &Attempt) -> Result<(), Failure> {
         let stands = self.try_to_freeze(attempt);

@@ -213,12 +213,12 @@ impl Bake {
         let snapshot = Self { spec: self.spec, directory, hypervisor: self.hypervisor.clone() };
         clone_file(&self.memory(), &snapshot.memory());
         let (source, target) = (root_disk_of(machine), snapshot.root_disk());
+        machine.flush_disks().await.unwrap();
         let save = Save {
             state: File::create(snapshot.state()).unwrap(),
-            memory: read_write(&snapshot.memory()),
+            memory: machine.copy_ahead(read_write(&snapshot.memory())).await.unwrap(),
             while_stopped: move || reflink(&source, &target),
         };
-        machine.flush_disks().await.unwrap();
         let saved = machine.save(save).await.unwrap();
         (snapshot, saved)
     }

@@ -32,6 +32,9 @@ const WARM_UP_OUTPUT: usize = 4096;
 /// A guest at rest has written to some hundreds of MiB of its memory.
 const BAKE_ROOM: u64 = 128 << 20;
 const REST_DEADLINE: Duration = Duration::from_secs(30);
+/// What a clone takes of free memory then lies together: of 100 MB taken, a snapshot stores nearly 1 MB less of the guest
+/// kernel's own account of it, in half as many pieces.
+const COMPACT: &str = "echo 1 > /proc/sys/vm/compact_memory";
 
 /// What a size is made of.
 #[derive(Debug, Clone)]
@@ -166,11 +169,11 @@ impl Bakes {
             Ok((lock, store::bake::get(&layout, &name)?))
         })
         .await?;
-        let files = match stored {
-            Some(files) => files,
+        let bake = match stored {
+            Some(bake) => bake,
             None => self.bake(key, template, size).await?,
         };
-        Ok(Arc::new(SavedMachine::of_bake(key.to_string(), self.spec(size.shape), &files)?))
+        Ok(Arc::new(SavedMachine::of_bake(key.to_string(), self.spec(size.shape), &bake)?))
     }
 
     async fn bake(&self, key: &Digest, template: &Template, size: &Size) -> Result<Bake, Error> {
@@ -185,9 +188,9 @@ impl Bakes {
             (self.layout.clone(), key.clone(), template.clone(), size.clone());
         let draft = blocking(move || {
             let draft = BakeDraft::create(&layout, &name)?;
-            store::clone::clone_file(&source.rootfs, &draft.rootfs())?;
+            store::clone::clone_file(&source.rootfs, &draft.files().rootfs())?;
             if size_asked.disk_mib < source.disk_mb {
-                store::ext4::shrink(&draft.rootfs(), size_asked.disk_mib)?;
+                store::ext4::shrink(&draft.files().rootfs(), size_asked.disk_mib)?;
             }
             Ok(draft)
         })
@@ -253,10 +256,13 @@ impl Bakes {
     ) -> Result<(), Error> {
         let mut options = File::options();
         options.read(true).write(true);
-        let memory =
-            options.clone().create_new(true).open(draft.memory()).map_err(Error::internal)?;
+        let memory = options
+            .clone()
+            .create_new(true)
+            .open(draft.files().memory())
+            .map_err(Error::internal)?;
         memory.set_len(size.shape.memory_bytes()).map_err(Error::internal)?;
-        let root_disk = options.open(draft.rootfs()).map_err(Error::internal)?;
+        let root_disk = options.open(draft.files().rootfs()).map_err(Error::internal)?;
         let (kernel, initramfs) = (self.kernel.vmlinuz.clone(), self.initramfs.path.clone());
         let boot = Boot { kernel, initramfs, memory, root_disk, place };
         let machine =
@@ -277,10 +283,11 @@ impl Bakes {
         for script in &template.warm_up {
             warm_up(&guest, script).await?;
         }
+        warm_up(&guest, COMPACT).await?;
         guest.forget_now().await.map_err(Error::internal)?;
         guest.call(Request::Quiesce, REST_DEADLINE).await.map_err(Error::internal)?;
         machine.stop().await.map_err(Error::internal)?;
-        machine.save_state(&draft.state()).await.map_err(Error::internal)
+        machine.save_state(&draft.files().state()).await.map_err(Error::internal)
     }
 }
 

@@ -35,8 +35,9 @@ impl Sandboxes {
         };
         // Volumes stay mounted: nobody else gets them meanwhile.
         let was_paused = entry.look(|row| row.state) == State::Paused;
+        let begun = self.begin_to_save(entry, draft).await?;
         let saved = async {
-            let (draft, manifest) = self.save_machine(entry, draft).await?;
+            let (draft, manifest) = self.save_machine(entry, begun).await?;
             fault::point!("hibernate.publishing", Error::internal);
             blocking(move || draft.publish(manifest)).await
         };

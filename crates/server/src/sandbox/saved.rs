@@ -3,12 +3,12 @@
 use std::{
     fs::File,
     os::{fd::AsRawFd, unix::fs::MetadataExt},
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use api::SnapshotId;
 use machine::MachineSpec;
-use store::bake::Bake;
+use store::{bake::Bake, saved_machine::Files};
 
 use crate::Error;
 
@@ -29,8 +29,7 @@ pub(crate) struct SavedMachine {
 
 impl SavedMachine {
     pub(crate) fn of_bake(key: String, spec: MachineSpec, bake: &Bake) -> Result<Self, Error> {
-        let files = [bake.memory(), bake.state(), bake.rootfs()];
-        Self::open(key, spec, bake.manifest.disk_bytes, files)
+        Self::open(key, spec, bake.manifest.disk_bytes, &bake.files)
     }
 
     /// `key`: see [`snapshot_key`].
@@ -39,18 +38,14 @@ impl SavedMachine {
         spec: MachineSpec,
         saved: &store::saved_machine::SavedMachine,
     ) -> Result<Self, Error> {
-        let files = [saved.memory(), saved.state(), saved.rootfs()];
-        Self::open(key, spec, saved.manifest.disk_bytes, files)
+        Self::open(key, spec, saved.manifest.disk_bytes, &saved.files)
     }
 
-    fn open(
-        key: String,
-        spec: MachineSpec,
-        disk_bytes: u64,
-        [memory_path, state, rootfs]: [PathBuf; 3],
-    ) -> Result<Self, Error> {
-        let open = |path: &Path| File::open(path).map_err(Error::internal);
-        let (memory, state, rootfs) = (open(&memory_path)?, open(&state)?, open(&rootfs)?);
+    fn open(key: String, spec: MachineSpec, disk_bytes: u64, files: &Files) -> Result<Self, Error> {
+        let open = |path: PathBuf| File::open(path).map_err(Error::internal);
+        let (memory, state, rootfs) =
+            (open(files.memory())?, open(files.state())?, open(files.rootfs())?);
+        let memory_path = files.memory();
         let metadata = memory.metadata().map_err(Error::internal)?;
         let identity = format!("{key} in {}:{}", metadata.dev(), metadata.ino());
         Ok(Self { key, spec, disk_bytes, memory_path, memory, state, rootfs, identity })
@@ -105,16 +100,16 @@ mod tests {
     #[test]
     fn what_is_made_again_under_the_same_key_is_another_machine() {
         let directory = tempfile::tempdir().unwrap();
-        let files = ["memory", "state", "rootfs"].map(|name| directory.path().join(name));
+        let files = Files::of(directory.path());
         let shape = Shape { cpus: 1, memory_mib: 512 };
         let spec = MachineSpec { shape, accelerator: Accelerator::Tcg };
         let make = |content: &str| {
-            for path in &files {
+            for path in [files.memory(), files.state(), files.rootfs()] {
                 let draft = path.with_extension("draft");
                 fs::write(&draft, content).unwrap();
                 fs::rename(draft, path).unwrap();
             }
-            SavedMachine::open("key".to_owned(), spec, 0, files.clone()).unwrap()
+            SavedMachine::open("key".to_owned(), spec, 0, &files).unwrap()
         };
         let read = |mut file: File| {
             let mut text = String::new();
@@ -122,7 +117,7 @@ mod tests {
             text
         };
         let first = make("first");
-        let again = SavedMachine::open("key".to_owned(), spec, 0, files.clone()).unwrap();
+        let again = SavedMachine::open("key".to_owned(), spec, 0, &files).unwrap();
         assert_eq!(first.identity(), again.identity());
         let second = make("second");
         assert_ne!(first.identity(), second.identity());

@@ -1,8 +1,7 @@
-//! The one window in which a machine stands still to be saved: device state, changed memory and disk of one instant.
+//! Saving a machine: most of it while the machine goes on, and then one window in which it stands still, for device state,
+//! memory and disk are of one instant.
 
-use std::{path::Path, time::Duration};
-
-use machine::{MachineSpec, Save, guest::Request};
+use machine::{Ahead, MachineSpec, Save, guest::Request};
 use store::{
     Digest,
     saved_machine::{Manifest, SavedMachineDraft},
@@ -17,48 +16,73 @@ use super::{
 };
 use crate::{Error, blocking::blocking};
 
-/// What is not on the disk by then is written while the machine stands still.
-const FLUSHES: usize = 3;
-const SHORT_FLUSH: Duration = Duration::from_millis(5);
+/// What was written to its draft while the machine went on.
+pub(super) struct Begun {
+    draft: SavedMachineDraft,
+    memory: Ahead,
+}
 
 impl Sandboxes {
-    /// Fills the draft. Whatever happens the machine may be quiet and stand still afterwards: see [`Sandboxes::go_on`].
-    pub(super) async fn save_machine(
+    /// Nothing stands still for it. To be called before the guest is made quiet: what it does takes longer than that should.
+    pub(super) async fn begin_to_save(
         &self,
         entry: &Entry,
         draft: SavedMachineDraft,
-    ) -> Result<(SavedMachineDraft, Manifest), Error> {
+    ) -> Result<Begun, Error> {
         let inside = entry.inside().ok_or_else(registry::not_found)?;
+        let began = Instant::now();
         // No more than that has changed; what cannot be measured is found to be too much when it is written.
         self.admit_bytes(inside.machine.private_memory_bytes().unwrap_or(0))?;
-        let (id, disk_mb) = entry.look(|row| (row.id, row.disk_mb));
-        let rootfs = self.root(entry)?.path();
-        let base = inside.machine.base_memory()?;
-        let (memory, state, clone_rootfs, draft) = {
-            let rootfs = rootfs.clone();
-            let make = move || {
-                let memory = draft.clone_memory_of(&base)?;
-                let state = draft.state_file()?;
-                // Most of what waits to be written is written before anything stands still.
-                flush(&rootfs)?;
-                let clone_rootfs = draft.clone_rootfs_later(rootfs);
-                Ok((memory, state, clone_rootfs, draft))
-            };
-            blocking(make).await?
-        };
+        let id = entry.look(|row| row.id);
         if entry.look(|row| row.state) == State::Running {
             let guest = entry.guest().ok_or_else(registry::not_found)?;
             // What ended commands printed shall not lie in what is saved. It is no harm where it does.
             if let Err(error) = guest.forget_now().await {
                 tracing::debug!(sandbox = %id, %error, "ended execs stay in their guest");
             }
+            // Less is left to be written when its processes stand still. If it fails, so will that.
+            if let Err(error) = guest.call(Request::Sync, QUIESCE_DEADLINE).await {
+                tracing::debug!(sandbox = %id, %error, "a guest has not flushed its disks");
+            }
+        }
+        let base = inside.machine.base_memory()?;
+        let (memory, draft) = blocking(move || Ok((draft.clone_memory_of(&base)?, draft))).await?;
+        let (memory, flushed) =
+            tokio::join!(inside.machine.copy_ahead(memory), inside.machine.flush_disks());
+        flushed?;
+        tracing::debug!(sandbox = %id, took = ?began.elapsed(), "saved ahead");
+        Ok(Begun { draft, memory: memory? })
+    }
+
+    /// Fills the draft. Whatever happens the machine may be quiet and stand still afterwards: see [`Sandboxes::go_on`].
+    pub(super) async fn save_machine(
+        &self,
+        entry: &Entry,
+        begun: Begun,
+    ) -> Result<(SavedMachineDraft, Manifest), Error> {
+        let Begun { draft, memory } = begun;
+        let inside = entry.inside().ok_or_else(registry::not_found)?;
+        let (id, disk_mb) = entry.look(|row| (row.id, row.disk_mb));
+        let state = draft.state_file().map_err(Error::from_store)?;
+        let rootfs = self.root(entry)?.path();
+        let while_stopped = draft.clone_rootfs_later(rootfs);
+        let begun = Instant::now();
+        if entry.look(|row| row.state) == State::Running {
+            let guest = entry.guest().ok_or_else(registry::not_found)?;
             guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
             fault::point!("snapshot.quiet", Error::internal);
-            blocking(move || flush(&rootfs)).await?;
         }
-        let save = Save { state, memory, while_stopped: clone_rootfs };
-        let saved = inside.machine.save(save).await?;
-        tracing::debug!(sandbox = %id, steps = ?saved.steps, changed_bytes = saved.changed_bytes, "saved");
+        let quiesce = begun.elapsed();
+        let saved = inside.machine.save(Save { state, memory, while_stopped }).await?;
+        tracing::debug!(
+            sandbox = %id,
+            ?quiesce,
+            stood = ?saved.stood,
+            steps = ?saved.steps,
+            changed_pages = saved.changed_pages,
+            written_bytes = saved.written_bytes,
+            "saved"
+        );
         let spec = self.spec(entry);
         let description = spec.description();
         let manifest = Manifest {
@@ -96,16 +120,4 @@ impl Sandboxes {
             "it was saved by a machine that this host cannot continue: its accelerator, processor or this program's machine is another; start it where it was made",
         ))
     }
-}
-
-/// Until little is left to be written.
-fn flush(disk: &Path) -> store::Result<()> {
-    for _ in 0..FLUSHES {
-        let begun = Instant::now();
-        store::saved_machine::flush(disk)?;
-        if begun.elapsed() < SHORT_FLUSH {
-            break;
-        }
-    }
-    Ok(())
 }

@@ -140,10 +140,11 @@ impl Sandboxes {
                 .await?
             }
             State::Creating | State::Running | State::Paused | State::Stopped | State::Failed => {
+                let begun = self.begin_to_save(entry, draft).await?;
                 let saved = async {
                     fault::point!("snapshot.saving", Error::internal);
                     self.unmount_volumes(entry).await?;
-                    let saved = self.save_machine(entry, draft).await?;
+                    let saved = self.save_machine(entry, begun).await?;
                     fault::point!("snapshot.saved", Error::internal);
                     Ok::<_, Error>(saved)
                 };

@@ -1,0 +1,299 @@
+//! Making a file equal to a machine's memory, of which it is a clone of an earlier state. Nothing tells which pages have
+//! changed since a first copy, so that is found by comparing: to read is several times as fast as to write.
+
+use std::fs::File;
+use std::io;
+use std::num::NonZero;
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::memory::{GuestMemory, PAGE};
+
+/// Written together when memory lies in many pieces already.
+const LARGE_BLOCK: u64 = 64 * 1024;
+/// In a file that falls into more, to clone it takes long: a tenth of a second for this many.
+const MOST_PIECES: usize = 8192;
+/// What is read at once; a multiple of every block.
+const PIECE: u64 = 256 * 1024;
+/// More wait for each other at the file, and the host has other machines.
+const MOST_THREADS: usize = 4;
+
+/// What is known of a block since it was last looked at.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Known {
+    /// The target has what the base has.
+    #[default]
+    AsBase,
+    /// So does the memory, and it is nothing but zeros.
+    Zeros,
+    /// The target has what the memory had.
+    Written,
+}
+
+/// A file that becomes equal to the memory, block by block.
+#[derive(Debug)]
+pub(crate) struct Copy {
+    base: File,
+    target: File,
+    block: u64,
+    length: u64,
+    known: Vec<Known>,
+}
+
+impl Copy {
+    /// `target` is a clone of `base`, the file that the memory is mapped from.
+    pub(crate) fn new(base: File, target: File, length: u64, changed: &[Range<u64>]) -> Self {
+        let is_scattered = pieces_of(&base).saturating_add(changed.len()) > MOST_PIECES;
+        let block = if is_scattered { LARGE_BLOCK } else { PAGE };
+        let blocks = usize::try_from(length.div_ceil(block)).unwrap_or(0);
+        Self { base, target, block, length, known: vec![Known::default(); blocks] }
+    }
+
+    /// `changed` are all pages that are not the base's. The memory may go on changing meanwhile: then once more is needed.
+    pub(crate) fn catch_up(
+        &mut self,
+        memory: &GuestMemory,
+        changed: &[Range<u64>],
+    ) -> io::Result<()> {
+        let pieces = self.pieces(changed);
+        let next = AtomicUsize::new(0);
+        let this = &*self;
+        let work = || -> io::Result<Vec<(usize, Known)>> {
+            let (mut found, mut here, mut there) = (Vec::new(), Vec::new(), Vec::new());
+            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let length = (piece.end - piece.start) as usize;
+                here.resize(length, 0);
+                there.resize(length, 0);
+                memory.read_exact(piece.start, &mut here)?;
+                this.read_known(piece.start, &mut there)?;
+                this.write_differing(piece.start, &here, &there, &mut found)?;
+            }
+            Ok(found)
+        };
+        let threads =
+            std::thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS);
+        let found = std::thread::scope(|scope| {
+            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
+            let mut all = vec![work()];
+            all.extend(others.into_iter().map(|other| {
+                other.join().map_err(|_| io::Error::other("a copying thread panicked"))?
+            }));
+            all
+        });
+        for found in found {
+            for (block, known) in found? {
+                self.known[block] = known;
+            }
+        }
+        Ok(())
+    }
+
+    /// Of the target's bytes, those that are not the base's.
+    pub(crate) fn written_bytes(&self) -> u64 {
+        self.known.iter().filter(|&&known| known == Known::Written).count() as u64 * self.block
+    }
+
+    /// Everything to look at, in whole blocks: also what was written before, should the memory have become the base's
+    /// again since.
+    fn pieces(&self, changed: &[Range<u64>]) -> Vec<Range<u64>> {
+        let mut wanted: Vec<bool> =
+            self.known.iter().map(|&known| known == Known::Written).collect();
+        for range in changed {
+            let end = range.end.div_ceil(self.block) as usize;
+            wanted[(range.start / self.block) as usize..end].fill(true);
+        }
+        let mut pieces = Vec::new();
+        let mut at = 0;
+        for run in wanted.chunk_by(|one, other| one == other) {
+            let start = at as u64 * self.block;
+            at += run.len();
+            let end = (at as u64 * self.block).min(self.length);
+            if run[0] {
+                let starts = (start..end).step_by(PIECE as usize);
+                pieces.extend(starts.map(|start| start..end.min(start + PIECE)));
+            }
+        }
+        pieces
+    }
+
+    fn blocks(&self, at: u64, bytes: usize) -> Range<usize> {
+        let first = (at / self.block) as usize;
+        first..first + bytes.div_ceil(self.block as usize)
+    }
+
+    /// What the target has.
+    fn read_known(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
+        let known = &self.known[self.blocks(at, buffer.len())];
+        for run in known.chunk_by(|one, other| one == other) {
+            let length = buffer.len().min(run.len() * self.block as usize);
+            let (part, rest) = buffer.split_at_mut(length);
+            match run[0] {
+                Known::AsBase => self.base.read_exact_at(part, at)?,
+                Known::Zeros => part.fill(0),
+                Known::Written => self.target.read_exact_at(part, at)?,
+            }
+            buffer = rest;
+            at += length as u64;
+        }
+        Ok(())
+    }
+
+    fn write_differing(
+        &self,
+        start: u64,
+        here: &[u8],
+        there: &[u8],
+        found: &mut Vec<(usize, Known)>,
+    ) -> io::Result<()> {
+        const ZEROS: [u8; LARGE_BLOCK as usize] = [0; LARGE_BLOCK as usize];
+        let size = self.block as usize;
+        let mut unwritten: Range<usize> = 0..0;
+        let write = |range: &Range<usize>| {
+            self.target.write_all_at(&here[range.clone()], start + range.start as u64)
+        };
+        let blocks = here.chunks(size).zip(there.chunks(size));
+        for ((block, (here, there)), at) in
+            self.blocks(start, here.len()).zip(blocks).zip((0..).step_by(size))
+        {
+            if here != there {
+                found.push((block, Known::Written));
+                if unwritten.end != at {
+                    write(&unwritten)?;
+                    unwritten.start = at;
+                }
+                unwritten.end = at + here.len();
+            } else if self.known[block] == Known::AsBase && *here == ZEROS[..here.len()] {
+                found.push((block, Known::Zeros));
+            }
+        }
+        write(&unwritten)
+    }
+}
+
+/// Into how many a file falls on its disk.
+fn pieces_of(file: &File) -> usize {
+    let mut map = Map { length: u64::MAX, ..Map::default() };
+    // SAFETY: without room for extents the kernel only fills in the header, with their number.
+    #[expect(unsafe_code, reason = "an ioctl without a wrapper")]
+    let asked = unsafe { fiemap(file.as_raw_fd(), &raw mut map) };
+    // A file system without such a map has no clones either.
+    asked.map_or(0, |_| map.mapped_extents as usize)
+}
+
+/// `struct fiemap`, without extents.
+#[repr(C)]
+#[derive(Default)]
+pub(crate) struct Map {
+    start: u64,
+    length: u64,
+    flags: u32,
+    mapped_extents: u32,
+    extent_count: u32,
+    reserved: u32,
+}
+
+nix::ioctl_readwrite!(fiemap, b'f', 11, Map);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::mapped::MappedPrivately;
+
+    const PAGES: u64 = 1024;
+    const LENGTH: u64 = PAGES * PAGE;
+
+    /// Page 2 is nothing but zeros, all others are not.
+    fn file() -> File {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&vec![1; LENGTH as usize], 0).unwrap();
+        file.write_all_at(&[0; PAGE as usize], 2 * PAGE).unwrap();
+        file
+    }
+
+    fn content(file: &File) -> Vec<u8> {
+        let mut bytes = vec![0; LENGTH as usize];
+        file.read_exact_at(&mut bytes, 0).unwrap();
+        bytes
+    }
+
+    fn memory_of(memory: &GuestMemory) -> Vec<u8> {
+        let mut bytes = vec![0; LENGTH as usize];
+        memory.read_exact(0, &mut bytes).unwrap();
+        bytes
+    }
+
+    fn at(page: u64) -> usize {
+        (page * PAGE) as usize + 7
+    }
+
+    /// Exactly what differs, in pages.
+    fn copy(mapped: &MappedPrivately, base: &File) -> (Copy, File) {
+        let target = file();
+        let changed = mapped.memory().changed().unwrap().0;
+        let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
+        let mut copy = Copy::new(base, clone, LENGTH, &changed);
+        copy.catch_up(&mapped.memory(), &changed).unwrap();
+        (copy, target)
+    }
+
+    #[test]
+    fn only_what_differs_is_written() {
+        let base = file();
+        let mapped = MappedPrivately::of(&base, LENGTH);
+        for (page, byte) in [(2, 0), (3, 1), (4, 9), (5, 9), (64, 9), (1023, 9)] {
+            mapped.write(at(page), byte);
+        }
+        let (copy, target) = copy(&mapped, &base);
+        assert!(content(&target) == memory_of(&mapped.memory()));
+        assert_eq!(copy.written_bytes(), 4 * PAGE);
+    }
+
+    #[test]
+    fn whatever_has_changed_since_is_caught_up_with() {
+        let base = file();
+        let mapped = MappedPrivately::of(&base, LENGTH);
+        let pages = [(2, 0), (3, 1), (4, 9), (5, 9), (6, 9), (900, 9)];
+        for (page, byte) in pages {
+            mapped.write(at(page), byte);
+        }
+        let (mut copy, target) = copy(&mapped, &base);
+        // Zeros no longer, equal no longer, different again, and back to what the base has.
+        for (page, byte) in [(2, 5), (3, 5), (4, 8), (5, 1), (700, 5)] {
+            mapped.write(at(page), byte);
+        }
+        copy.catch_up(&mapped.memory(), &mapped.memory().changed().unwrap().0).unwrap();
+        assert!(content(&target) == memory_of(&mapped.memory()));
+        // Page 5 was written before.
+        assert_eq!(copy.written_bytes(), 7 * PAGE);
+        copy.catch_up(&mapped.memory(), &mapped.memory().changed().unwrap().0).unwrap();
+        assert!(content(&target) == memory_of(&mapped.memory()));
+    }
+
+    #[test]
+    fn what_was_written_and_is_the_bases_again_is_caught_up_with() {
+        let base = file();
+        let mapped = MappedPrivately::of(&base, LENGTH);
+        mapped.write(at(4), 9);
+        let (mut copy, target) = copy(&mapped, &base);
+        let fresh = MappedPrivately::of(&base, LENGTH);
+        copy.catch_up(&fresh.memory(), &[]).unwrap();
+        assert!(content(&target) == content(&base));
+    }
+
+    #[test]
+    fn scattered_memory_is_written_in_large_blocks() {
+        let base = file();
+        let mapped = MappedPrivately::of(&base, LENGTH);
+        mapped.write(at(20), 9);
+        let changed = mapped.memory().changed().unwrap().0;
+        let many = vec![20 * PAGE..21 * PAGE; MOST_PIECES + 1];
+        let target = file();
+        let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
+        let mut copy = Copy::new(base, clone, LENGTH, &many);
+        copy.catch_up(&mapped.memory(), &changed).unwrap();
+        assert!(content(&target) == memory_of(&mapped.memory()));
+        assert_eq!(copy.written_bytes(), LARGE_BLOCK);
+    }
+}
