@@ -315,8 +315,8 @@ mod tests {
 
     #[test]
     fn changed_pages_beside_each_other_are_one_range_and_counted_once() {
-        let pages = [1, 100, 2, 15, 2, 16].map(|page| page * PAGE..(page + 1) * PAGE);
-        let changed = Changed::of([&pages[..], &[15 * PAGE..17 * PAGE]].concat());
+        let found = [(1, 2), (100, 101), (2, 3), (15, 16), (2, 3), (16, 17), (15, 17)];
+        let changed = Changed::of(found.map(|(start, end)| start * PAGE..end * PAGE).to_vec());
         assert_eq!(changed.0, [PAGE..3 * PAGE, 15 * PAGE..17 * PAGE, 100 * PAGE..101 * PAGE]);
         assert_eq!(changed.pages(), 5);
     }

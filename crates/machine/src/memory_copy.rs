@@ -147,7 +147,7 @@ impl Copy {
         there: &[u8],
         found: &mut Vec<(usize, Known)>,
     ) -> io::Result<()> {
-        const ZEROS: [u8; LARGE_BLOCK as usize] = [0; LARGE_BLOCK as usize];
+        static ZEROS: [u8; LARGE_BLOCK as usize] = [0; LARGE_BLOCK as usize];
         let size = self.block as usize;
         let mut unwritten: Range<usize> = 0..0;
         let write = |range: &Range<usize>| {

@@ -102,7 +102,7 @@ impl Bakes {
     /// Everything that decides whether a saved state fits: a bare device state is hardly checked by QEMU itself.
     fn description(&self, template: &Template, size: &Size) -> String {
         format!(
-            "template {}\nkernel {}\ninitramfs {}\ndisk {} MiB\n{}",
+            "template {}\nkernel {}\ninitramfs {}\ndisk {} MiB\nbefore rest {COMPACT}\n{}",
             template.digest,
             self.kernel.digest,
             self.initramfs.digest,

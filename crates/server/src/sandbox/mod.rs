@@ -31,6 +31,7 @@ mod root;
 mod saved;
 mod saving;
 mod site;
+mod snapshot_sizes;
 mod snapshots;
 mod state;
 #[cfg(test)]
@@ -103,6 +104,7 @@ pub struct Sandboxes {
     execs: Arc<execs::Shared>,
     admission: Arc<Admission>,
     past_traffic: network::PastTraffic,
+    snapshot_sizes: snapshot_sizes::SnapshotSizes,
     tasks: TaskTracker,
     closed: CancellationToken,
 }
@@ -173,6 +175,7 @@ impl Sandboxes {
             execs,
             admission: Admission::new(limits),
             past_traffic: network::PastTraffic::default(),
+            snapshot_sizes: snapshot_sizes::SnapshotSizes::default(),
             tasks,
             closed,
         }))

@@ -158,6 +158,7 @@ impl Sandboxes {
         };
         fault::point!("snapshot.publishing", Error::internal);
         blocking(move || draft.publish(manifest)).await?;
+        self.snapshot_sizes.forget_all();
         fault::point!("snapshot.published");
         let bytes = {
             let (layout, id) = (self.sites.layout.clone(), row.id);
@@ -210,8 +211,15 @@ impl Sandboxes {
     }
 
     async fn shown_snapshot(&self, row: SnapshotRow) -> Result<Snapshot, Error> {
-        let (layout, id) = (self.sites.layout.clone(), row.id);
-        let sizes = blocking(move || store::snapshot::sizes(&layout, &id)).await?;
+        let sizes = match self.snapshot_sizes.get(&row.id) {
+            Some(sizes) => sizes,
+            None => {
+                let (layout, id) = (self.sites.layout.clone(), row.id);
+                let sizes = blocking(move || store::snapshot::sizes(&layout, &id)).await?;
+                self.snapshot_sizes.put(row.id, sizes);
+                sizes
+            }
+        };
         Ok(Snapshot {
             id: row.id,
             sandbox_id: row.sandbox,
@@ -273,7 +281,9 @@ impl Sandboxes {
         self.db.delete_snapshot(id).await?;
         self.pool.forget(&snapshot_key(id)).await;
         let (layout, id) = (self.sites.layout.clone(), *id);
-        blocking(move || store::snapshot::remove(&layout, &id)).await
+        let removed = blocking(move || store::snapshot::remove(&layout, &id)).await;
+        self.snapshot_sizes.forget_all();
+        removed
     }
 
     /// To start sandboxes from.
