@@ -138,6 +138,12 @@ impl SavedMachine {
     }
 }
 
+/// What the host has not written of this file to its disk yet is written.
+pub fn flush(path: &Path) -> Result<()> {
+    let file = File::open(path).map_err(Error::io("open", path))?;
+    file.sync_data().map_err(Error::io("flush", path))
+}
+
 /// Being made; gone when dropped.
 #[derive(Debug)]
 pub struct SavedMachineDraft {
