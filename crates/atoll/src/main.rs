@@ -1,9 +1,11 @@
 //! The `atoll` program: `serve` is the server, every other command is a client of its API.
 
 mod account;
+mod command;
 mod copy;
 mod demo;
 mod doctor;
+mod exec;
 mod failure;
 mod interrupt;
 mod key;
@@ -92,6 +94,8 @@ enum Command {
     Sweep(sweep::Sweep),
     #[command(subcommand)]
     Sandbox(sandbox::SandboxCommand),
+    #[command(subcommand)]
+    Exec(exec::ExecCommand),
     Cp(copy::Copy),
     Logs(logs::Logs),
     #[command(subcommand)]
@@ -138,6 +142,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Doctor(doctor) => return doctor.run(connection.output()).await,
         Command::Sweep(sweep) => sweep.run(connection.output()).await?,
         Command::Sandbox(command) => return command.run(&connection).await,
+        Command::Exec(command) => return command.run(&connection).await,
         Command::Cp(copy) => copy.run(&connection.client()?).await?,
         Command::Logs(logs) => logs.run(&connection.client()?).await?,
         Command::Machine(command) => command.run(&connection).await?,

@@ -10,6 +10,7 @@ mod file;
 mod fork;
 mod key;
 mod machine;
+mod machine_exec;
 mod sandbox;
 mod snapshot;
 pub mod sse;
@@ -30,6 +31,7 @@ pub use crate::{
     exec::{ExecEvent, ExecEvents, LogLines, LogStream},
     file::{FileContent, WriteOptions},
     machine::RootDisk,
+    machine_exec::ExecPage,
     sandbox::SandboxFilter,
     template::{BuildLines, BuildSource},
 };

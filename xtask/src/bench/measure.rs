@@ -102,7 +102,7 @@ impl Bench {
         Self { api: server.api(), server, floor, small_floor, template: template.to_owned() }
     }
 
-    fn request(&self) -> Value {
+    pub(super) fn request(&self) -> Value {
         json!({"template": self.template, "ttl_seconds": 3600})
     }
 

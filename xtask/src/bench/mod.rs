@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: what a sandbox costs, beside what the technique alone costs on the same host.
 
 mod bursts;
+mod execs;
 mod figures;
 mod floor;
 mod host;
@@ -109,7 +110,8 @@ fn number(object: &Value, field: &str) -> anyhow::Result<u64> {
 }
 
 fn all() -> impl Iterator<Item = &'static Group> {
-    measure::GROUPS.iter().chain(state::GROUPS).chain(machines::GROUPS)
+    let state = measure::GROUPS.iter().chain(state::GROUPS);
+    state.chain(machines::GROUPS).chain(execs::GROUPS)
 }
 
 fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {

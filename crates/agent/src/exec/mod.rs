@@ -292,9 +292,11 @@ impl Execs {
         self.by_serial.iter_mut().map(|(&serial, exec)| (serial, exec))
     }
 
+    /// In the order of their starts.
     pub(crate) fn statuses(&self) -> Vec<(String, ExecStatus)> {
-        self.by_id
-            .iter()
+        let mut all: Vec<_> = self.by_id.iter().collect();
+        all.sort_unstable_by_key(|(_, serial)| **serial);
+        all.into_iter()
             .filter_map(|(id, serial)| Some((id.clone(), self.get(*serial)?.status())))
             .collect()
     }

@@ -47,6 +47,7 @@ impl Sandboxes {
             }
             return Err(error);
         }
+        entry.execs.write_out().await;
         let now = self.clock.steady_ms();
         self.tell(entry, EventKind::Hibernated, None);
         entry.change(|row| {

@@ -122,7 +122,7 @@ impl Sandboxes {
         self.tasks.spawn(Arc::clone(self).delete_expired());
         self.tasks.spawn(Arc::clone(self).hibernate_idle());
         self.tasks.spawn(Arc::clone(self).keep_metering());
-        self.tasks.spawn(Arc::clone(self).watch_unwatched());
+        self.tasks.spawn(Arc::clone(self).look_after_execs());
         self.tasks.spawn(Arc::clone(self).age_execs());
         self.tasks.spawn(Arc::clone(&self.pool).keep_filled());
         self.tasks.spawn(Arc::clone(self).watch_room());

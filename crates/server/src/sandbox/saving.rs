@@ -36,6 +36,7 @@ impl Sandboxes {
         let id = entry.look(|row| row.id);
         if entry.look(|row| row.state) == State::Running {
             let guest = entry.guest().ok_or_else(registry::not_found)?;
+            entry.execs.settle().await;
             // What ended commands printed shall not lie in what is saved. It is no harm where it does.
             if let Err(error) = guest.forget_now().await {
                 tracing::debug!(sandbox = %id, %error, "ended execs stay in their guest");

@@ -37,6 +37,8 @@ pub(crate) use self::{
 use super::registry::locked;
 use crate::{Error, clock::Clock, db::ExecSum};
 
+const SETTLE_DEADLINE: Duration = Duration::from_secs(2);
+const SETTLE_EVERY: Duration = Duration::from_millis(20);
 /// As a guest may call an exec.
 const LONGEST_GUEST_ID: usize = 128;
 
@@ -74,8 +76,8 @@ pub(super) struct Shared {
     clock: Clock,
     /// Rises, also over restarts.
     place: AtomicI64,
-    /// Of the first exec of this server.
-    first_place: i64,
+    /// A steady time, at which this server began.
+    began: i64,
     /// Output that waits in memory, in bytes.
     in_memory: AtomicUsize,
     ended: mpsc::UnboundedSender<Ended>,
@@ -89,12 +91,11 @@ impl Shared {
         clock: Clock,
     ) -> (Arc<Self>, mpsc::UnboundedReceiver<Ended>) {
         let (ended, receiver) = mpsc::unbounded_channel();
-        let first_place = clock.now_ms().saturating_mul(1000);
         let shared = Self {
+            place: clock.now_ms().saturating_mul(1000).into(),
+            began: clock.steady_ms(),
             limits,
             clock,
-            place: first_place.into(),
-            first_place,
             in_memory: AtomicUsize::new(0),
             ended,
             waiting: AtomicUsize::new(0),
@@ -206,6 +207,28 @@ impl Execs {
         let waiting = self.shared.waiting.fetch_add(1, Ordering::Relaxed);
         // Nobody writes any longer: the server closes, and the next one learns of it from the guest.
         let _ = self.shared.ended.send(Ended { exec, guest, waiting });
+    }
+
+    /// What waits in memory goes to files: a server that ends now has it no longer, and perhaps no guest either.
+    pub(super) async fn write_out(&self) {
+        for exec in self.all_live().iter().filter(|exec| !exec.has_ended()) {
+            if let Some(written) = exec.write_all_out() {
+                // Whatever came of it, the object knows.
+                let _ = written.await;
+            }
+        }
+    }
+
+    /// Until the ends that are known are written down and their guest was told, but not for long.
+    pub(super) async fn settle(&self) {
+        let settled = async {
+            while self.all_live().iter().any(|exec| exec.has_ended()) {
+                tokio::time::sleep(SETTLE_EVERY).await;
+            }
+        };
+        if tokio::time::timeout(SETTLE_DEADLINE, settled).await.is_err() {
+            tracing::debug!(sandbox = %self.sandbox, "the database is slow: ended execs stay in their guest");
+        }
     }
 
     /// Their machine has ended: nobody will ever know more.

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     db::{ExecPlace, ExecRow, ShortOutput},
-    sandbox::registry::locked,
+    sandbox::{logs::LogWriter, registry::locked},
 };
 
 /// So much of a stream waits in memory before it goes to a file.
@@ -53,6 +53,8 @@ pub(crate) struct Exec {
     progress: watch::Sender<Progress>,
     /// Someone takes in what it prints.
     watched: AtomicBool,
+    /// Has what an earlier server had of it, until someone goes on.
+    log: Mutex<Option<LogWriter>>,
 }
 
 #[derive(Debug)]
@@ -115,6 +117,7 @@ impl Exec {
             }),
             progress: watch::Sender::new(Progress { stdout, stderr, ..Progress::default() }),
             watched: AtomicBool::new(false),
+            log: Mutex::new(None),
         }
     }
 
@@ -133,6 +136,14 @@ impl Exec {
 
     pub(crate) fn end_watching(&self) {
         self.watched.store(false, Ordering::Release);
+    }
+
+    pub(super) fn begin_log(&self, log: LogWriter) {
+        *locked(&self.log) = Some(log);
+    }
+
+    pub(super) fn take_log(&self) -> Option<LogWriter> {
+        locked(&self.log).take()
     }
 
     pub(crate) fn is_watched(&self) -> bool {
@@ -172,6 +183,11 @@ impl Exec {
     pub(crate) fn write_out(self: &Arc<Self>) -> Option<JoinHandle<()>> {
         let is_short = self.of.shared.in_memory.load(Ordering::Relaxed) > MUCH;
         self.spill(if is_short { IN_MEMORY_WHEN_SHORT } else { IN_MEMORY })
+    }
+
+    /// All of what waits in memory.
+    pub(super) fn write_all_out(self: &Arc<Self>) -> Option<JoinHandle<()>> {
+        self.spill(0)
     }
 
     fn spill(self: &Arc<Self>, least: usize) -> Option<JoinHandle<()>> {

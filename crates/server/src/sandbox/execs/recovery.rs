@@ -8,7 +8,7 @@ use std::{
 
 use api::{ExecId, ExecState, ExecStream, SandboxId};
 use base64::{Engine, engine::general_purpose::STANDARD as BASE64};
-use machine::guest::{ExecStatus, Guest, Reply, Request};
+use machine::guest::{ExecState as GuestState, ExecStatus, Guest, Reply, Request, Stream};
 
 use super::{Exec, Execs, Origin, id_of_own, is_own};
 use crate::{
@@ -78,14 +78,15 @@ impl Sandboxes {
         });
     }
 
-    /// Whatever made that nobody listens to an exec any longer: someone does again.
-    pub(in crate::sandbox) async fn watch_unwatched(self: Arc<Self>) {
+    /// Whatever made that nobody listens to an exec any longer: someone does again. What was printed lately is written down.
+    pub(in crate::sandbox) async fn look_after_execs(self: Arc<Self>) {
         loop {
             tokio::select! {
                 () = tokio::time::sleep(LOOK_EVERY) => {}
                 () = self.closed.cancelled() => return,
             }
             for entry in self.registry.all() {
+                entry.execs.write_out().await;
                 let runs =
                     entry.look(|row| (row.state, row.target) == (State::Running, Target::Running));
                 let is_heard = entry.guest().is_some_and(|guest| !guest.is_lost());
@@ -115,7 +116,7 @@ impl Sandboxes {
             kept.sort_unstable();
             blocking(move || files.remove_all_but(&kept)).await?;
             for row in running.remove(&id).into_iter().flatten() {
-                execs.take_up(row, Origin::Client).await?;
+                execs.take_up(row, Origin::Client, &entry.logs).await?;
             }
         }
         Ok(())
@@ -126,14 +127,15 @@ impl Sandboxes {
         let mut restored = entry.execs.log_restored.lock().await;
         if !*restored {
             let id = entry.look(|row| row.id);
-            let before = entry.execs.shared.first_place;
+            let began = entry.execs.shared.began;
             let mut writer = LogWriter::apart();
-            let mut rows = self.db.execs(&id, before, LOGGED).await?;
+            let mut rows = self.db.execs(&id, i64::MAX, LOGGED).await?;
+            rows.retain(|row| row.ended_steady.is_some_and(|ended| ended < began));
             // Newest first, until the log is full.
             let mut length = 0;
             rows.retain(|row| {
                 length += row.kept_bytes;
-                row.state != ExecState::Running && length <= LONGEST_LOG as u64
+                length <= LONGEST_LOG as u64
             });
             for row in rows.iter().rev() {
                 for stream in ExecStream::ALL {
@@ -189,14 +191,28 @@ pub(crate) async fn watch_again(guest: &Guest, takers: &Takers, since: Since) ->
             }
         }
     }
+    let mut over = Vec::new();
     for (id, status) in listed {
-        match &takers.execs {
+        let watched = match &takers.execs {
             Some((db, execs)) if is_own(&execs.sandbox, &id) => {
-                own(guest, takers, db, execs, id, &status).await?;
+                own(guest, takers, db, execs, id, &status).await?
             }
-            Some(_) | None => foreign(guest, takers, id, &status, since)?,
+            Some(_) | None => Some(foreign(guest, takers, id, &status, since)?),
+        };
+        match watched {
+            Some(watched) if status.state == GuestState::Running => {
+                tokio::spawn(watched.take_in());
+            }
+            Some(watched) => over.push(watched),
+            None => {}
         }
     }
+    // One after the other, as they were started: so the log has them in their order.
+    tokio::spawn(async move {
+        for watched in over {
+            watched.take_in().await;
+        }
+    });
     Ok(())
 }
 
@@ -208,40 +224,42 @@ async fn own(
     execs: &Arc<Execs>,
     id: String,
     status: &ExecStatus,
-) -> Result<(), Error> {
+) -> Result<Option<Watched>, Error> {
     let live = execs.all_live().into_iter().find(|exec| exec.guest_id() == id);
     let exec = match live {
         // Its end is about to be written down, and then the guest is told.
-        Some(exec) if exec.has_ended() => return Ok(()),
+        Some(exec) if exec.has_ended() => return Ok(None),
         Some(exec) => exec,
         None => {
-            let Some(exec_id) = id_of_own(&execs.sandbox, &id) else { return Ok(()) };
-            match db.exec(&execs.sandbox, &exec_id).await? {
+            let Some(exec_id) = id_of_own(&execs.sandbox, &id) else { return Ok(None) };
+            if db.exec(&execs.sandbox, &exec_id).await?.is_some() {
                 // The guest was not told, or was saved before it was.
-                Some(_) => {
-                    guest.forget_exec(id);
-                    return Ok(());
-                }
-                None => match execs.adopt(exec_id, status).await? {
-                    Some(exec) => exec,
-                    None => return Ok(()),
-                },
+                guest.forget_exec(id);
+                return Ok(None);
+            }
+            match execs.adopt(exec_id, status, &takers.logs).await? {
+                Some(exec) => exec,
+                None => return Ok(None),
             }
         }
     };
     if !exec.begin_watching() {
-        return Ok(());
+        return Ok(None);
     }
     let (stdout_offset, stderr_offset) = exec.received();
     let request = Request::ExecWatch { id: id.clone(), stdout_offset, stderr_offset };
     match guest.open(request) {
-        Ok(stream) => spawn(guest, takers, id, stream, Some(exec)),
+        Ok(stream) => {
+            let log = exec.take_log();
+            let mut watched = watched(guest, takers, id, stream, log);
+            watched.exec = Some(exec);
+            Ok(Some(watched))
+        }
         Err(error) => {
             exec.end_watching();
-            return Err(error.into());
+            Err(error.into())
         }
     }
-    Ok(())
 }
 
 /// Of another sandbox that this one was made from: only its output is of interest.
@@ -251,7 +269,7 @@ fn foreign(
     id: String,
     status: &ExecStatus,
     since: Since,
-) -> Result<(), Error> {
+) -> Result<Watched, Error> {
     let logs = &takers.logs;
     if since == Since::Now {
         logs.set_seen(&id, Seen { stdout: status.stdout_bytes, stderr: status.stderr_bytes });
@@ -260,29 +278,27 @@ fn foreign(
     let request =
         Request::ExecWatch { id: id.clone(), stdout_offset: stdout, stderr_offset: stderr };
     let stream = guest.open(request)?;
-    spawn(guest, takers, id, stream, None);
-    Ok(())
+    Ok(watched(guest, takers, id, stream, None))
 }
 
-fn spawn(
+fn watched(
     guest: &Guest,
     takers: &Takers,
     id: String,
-    stream: machine::guest::Stream,
-    exec: Option<Arc<Exec>>,
-) {
-    let watched = Watched {
+    stream: Stream,
+    log: Option<LogWriter>,
+) -> Watched {
+    Watched {
         id,
         guest: guest.clone(),
         stream: Arc::new(stream),
         logs: Arc::clone(&takers.logs),
-        log: takers.logs.writer(),
-        exec,
+        log: log.unwrap_or_else(|| takers.logs.writer()),
+        exec: None,
         writing: None,
         deadline: None,
         _in_use: Some(Arc::new(takers.usage.begin())),
-    };
-    tokio::spawn(watched.take_in());
+    }
 }
 
 impl Execs {
@@ -301,6 +317,7 @@ impl Execs {
         self: &Arc<Self>,
         id: ExecId,
         status: &ExecStatus,
+        logs: &Arc<Logs>,
     ) -> Result<Option<Arc<Exec>>, Error> {
         let ago = i64::try_from(status.duration_ms).unwrap_or(i64::MAX);
         let row = ExecRow {
@@ -319,7 +336,7 @@ impl Execs {
             output: ExecPlace::None,
             kept_bytes: 0,
         };
-        self.take_up(row, Origin::Server).await
+        self.take_up(row, Origin::Server, logs).await
     }
 
     /// One that an earlier server began: its files have the beginning of its output. `None`: the sandbox is gone.
@@ -327,14 +344,22 @@ impl Execs {
         self: &Arc<Self>,
         row: ExecRow,
         origin: Origin,
+        logs: &Arc<Logs>,
     ) -> Result<Option<Arc<Exec>>, Error> {
-        let (files, id) = (self.files.clone(), row.id.clone());
-        let lengths = blocking(move || {
-            Ok([files.length(&id, ExecStream::Stdout)?, files.length(&id, ExecStream::Stderr)?])
+        let (files, id, mut log) = (self.files.clone(), row.id.clone(), logs.writer());
+        let (lengths, log) = blocking(move || {
+            let mut lengths = [0; 2];
+            for (length, stream) in lengths.iter_mut().zip(ExecStream::ALL) {
+                *length = files.length(&id, stream)?;
+                let logged = length.saturating_sub(LONGEST_LOG as u64);
+                log.write(stream, &files.read(&id, stream, logged, LONGEST_LOG)?);
+            }
+            Ok((lengths, log))
         })
         .await?;
         let began = (row.place, row.started_at);
         let exec = Arc::new(Exec::new(Arc::clone(self), row.id.clone(), origin, began, lengths));
+        exec.begin_log(log);
         let mut live = locked(&self.live);
         if live.closed {
             return Ok(None);

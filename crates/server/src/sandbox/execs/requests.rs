@@ -161,9 +161,9 @@ impl Sandboxes {
         // Before the rows: what is written down meanwhile is in both.
         let live: Vec<ExecRow> = execs.all_live().iter().map(|exec| exec.row()).collect();
         let kept = self.db.execs(id, i64::MAX, limit).await?;
-        let mut rows: BTreeMap<i64, ExecRow> =
-            kept.into_iter().map(|row| (row.place, row)).collect();
-        rows.extend(live.into_iter().map(|row| (row.place, row)));
+        let place = |row: ExecRow| ((row.place, row.id.clone()), row);
+        let mut rows: BTreeMap<(i64, ExecId), ExecRow> = kept.into_iter().map(place).collect();
+        rows.extend(live.into_iter().map(place));
         Ok(rows.into_values().rev().take(limit).map(shown).collect())
     }
 
