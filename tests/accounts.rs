@@ -21,7 +21,7 @@ suite! {
 const BUILT: Duration = Duration::from_secs(240);
 const SOON: Duration = Duration::from_secs(60);
 /// All routes that name something. One that is missing here fails the claim, so that nobody adds one without this test.
-const NAMING: [(&str, &str); 39] = [
+const NAMING: [(&str, &str); 48] = [
     ("delete", "/v1/me/tokens/{token}"),
     ("get", "/v1/templates/{name}"),
     ("delete", "/v1/templates/{name}"),
@@ -51,6 +51,14 @@ const NAMING: [(&str, &str); 39] = [
     ("post", "/v1/sandboxes/{id}/exec"),
     ("post", "/v1/sandboxes/{id}/exec/stream"),
     ("get", "/v1/sandboxes/{id}/logs"),
+    ("post", "/v1/volumes/{id}/attach"),
+    ("post", "/v1/volumes/{id}/detach"),
+    ("get", "/v1/machines/{id}"),
+    ("delete", "/v1/machines/{id}"),
+    ("post", "/v1/machines/{id}/start"),
+    ("post", "/v1/machines/{id}/stop"),
+    ("post", "/v1/machines/{id}/volume/attach"),
+    ("post", "/v1/machines/{id}/volume/detach"),
     ("post", "/v1/machines/{id}/execs"),
     ("get", "/v1/machines/{id}/execs"),
     ("get", "/v1/machines/{id}/execs/{exec_id}"),
@@ -63,7 +71,7 @@ const NAMING: [(&str, &str); 39] = [
     ("get", "/v1/sandboxes/{id}/fs/stat"),
 ];
 /// All others: what they list is the account's own.
-const LISTING: [(&str, &str); 17] = [
+const LISTING: [(&str, &str); 19] = [
     ("get", "/healthz"),
     ("get", "/version"),
     ("get", "/openapi.json"),
@@ -78,6 +86,8 @@ const LISTING: [(&str, &str); 17] = [
     ("get", "/v1/templates/builds"),
     ("get", "/v1/sandboxes"),
     ("post", "/v1/sandboxes"),
+    ("get", "/v1/machines"),
+    ("post", "/v1/machines"),
     ("get", "/v1/snapshots"),
     ("get", "/v1/volumes"),
     ("post", "/v1/volumes"),
@@ -182,6 +192,10 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
         _ if path.ends_with("/execs") => {
             request.json(&json!({"exec_id": "another", "script": "hostname theirs"}))
         }
+        _ if path.contains("/volume/") => request.json(&json!({"volume_id": VOLUME})),
+        _ if path.ends_with("/attach") || path.ends_with("/detach") => {
+            request.json(&json!({"machine_id": SandboxId::random()}))
+        }
         _ if path.contains("/volumes/") => request.json(&json!({"size_mb": 128})),
         _ => request.json(&json!({"cmd": "hostname theirs", "count": 1})),
     }
@@ -243,6 +257,8 @@ async fn what_a_request_names_is_looked_for_in_its_own_account(host: Host) {
         ("/v1/sandboxes", json!({"template": TEMPLATE})),
         ("/v1/sandboxes", json!({"volumes": [{"name": VOLUME}]})),
         ("/v1/sandboxes", json!({"volumes": [{"name": theirs.volume, "read_only": true}]})),
+        ("/v1/machines", json!({"stack": TEMPLATE})),
+        ("/v1/machines", json!({"root_volume_id": theirs.volume})),
         ("/v1/volumes", json!({"name": "copy", "from_volume": VOLUME})),
         ("/v1/volumes", json!({"name": "copy", "from_volume": theirs.volume})),
     ] {

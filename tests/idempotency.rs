@@ -11,7 +11,8 @@ suite! {
     a_create_that_comes_twice_at_once_makes_one_sandbox,
     a_create_is_answered_alike_after_a_restart,
     a_server_that_is_killed_while_it_creates_has_made_one_in_the_end,
-    a_fork_and_a_snapshot_that_come_twice_are_made_once;
+    a_fork_and_a_snapshot_that_come_twice_are_made_once,
+    a_machine_that_comes_again_boots_once;
     soak:
 }
 
@@ -101,6 +102,25 @@ async fn a_server_that_is_killed_while_it_creates_has_made_one_in_the_end(host: 
         .await;
         server.delete_all().await;
     }
+    host.end(server).await;
+}
+
+async fn a_machine_that_comes_again_boots_once(host: Host) {
+    let _room = host.room(1).await;
+    let mut server = Server::start().await;
+    let body = json!({"name": "m", "vcpus": 1, "memory_mb": 1024});
+    let both = || made(&server, "/v1/machines", "k", &body);
+    let (one, other) = tokio::join!(both(), both());
+    assert_eq!(one, other);
+    server.restart(End::Killed).await;
+    assert_eq!(made(&server, "/v1/machines", "k", &body).await, one);
+    // Told again what it did, though it runs no longer; another key asks anew.
+    let start = format!("/v1/machines/{}/start", one["id"].as_str().unwrap());
+    let started = post(server.client(), &start, "start", &json!({})).await;
+    assert_eq!(started.status, 200, "{}", started.text());
+    assert_eq!(post(server.client(), &start, "start", &json!({})).await.body, started.body);
+    assert_eq!(count(server.client()).await, 1);
+    assert_eq!(server.client().volumes().await.unwrap().len(), 1);
     host.end(server).await;
 }
 

@@ -10,6 +10,7 @@ use tests::{Answer, Host, Options, Server, pause, suite, until};
 
 suite! {
     the_free_plan_leaves_twenty_gigabytes_beside_a_machine_of_ten,
+    a_machines_root_disk_counts_once_wherever_it_is,
     of_twenty_creates_at_once_ten_are_admitted,
     a_fork_and_a_snapshot_count_before_anything_stands_still,
     another_plan_holds_within_moments,
@@ -108,6 +109,45 @@ async fn the_free_plan_leaves_twenty_gigabytes_beside_a_machine_of_ten(host: Hos
     is(&grow(json!({"size_gb": 11})).await, OVER_IN_GB);
     is(&grow(json!({"size_mb": 11 * 1024})).await, OVER);
     assert_eq!(grow(json!({"size_gb": 10})).await.status, 200);
+    host.end(server).await;
+}
+
+async fn a_machines_root_disk_counts_once_wherever_it_is(host: Host) {
+    let _room = host.room(1).await;
+    let server = Server::start().await;
+    let ada = server.account("ada", "free").await;
+    let total = async || {
+        let quotas = ada.quotas().await.unwrap();
+        (quotas.usage["total_gb"].as_f64().unwrap(), quotas.usage["volumes"].as_f64().unwrap())
+    };
+    let machine = json!({"name": "m", "rootfs_size_gb": 10});
+    let made = settled(&ada, "/v1/machines", &machine).await;
+    assert_eq!(made.status, 201, "{}", made.text());
+    let (id, root) = (made.json()["id"].clone(), made.json()["root_volume_id"].clone());
+    let (id, root) = (id.as_str().unwrap(), root.as_str().unwrap());
+    assert_eq!(total().await, (10.0, 0.0));
+    let large = json!({"name": "m", "rootfs_size_gb": 21});
+    is(&post(&ada, "/v1/machines", &large).await, OVER_IN_GB);
+    let volume = json!({"name": "fits", "size_gb": 20});
+    assert_eq!(post(&ada, "/v1/volumes", &volume).await.status, 201);
+    is(&post(&ada, "/v1/machines", &machine).await, OVER_IN_GB);
+
+    // Off, it has what it had; its disk beside it is a volume.
+    let stopped = post(&ada, &format!("/v1/machines/{id}/stop"), &json!({})).await;
+    assert_eq!(stopped.status, 200, "{}", stopped.text());
+    assert_eq!(total().await, (30.0, 1.0));
+    let detach = format!("/v1/machines/{id}/volume/detach");
+    let detached = post(&ada, &detach, &json!({"volume_id": root})).await;
+    assert_eq!(detached.status, 200, "{}", detached.text());
+    assert_eq!(total().await, (30.0, 2.0));
+    let gone = Answer::to(ada.request(Method::DELETE, &format!("/v1/machines/{id}"))).await;
+    assert_eq!(gone.status, 204, "{}", gone.text());
+    assert_eq!(total().await, (30.0, 2.0));
+    // It boots from there, and is still one disk.
+    let again = json!({"name": "m", "root_volume_id": root});
+    let again = settled(&ada, "/v1/machines", &again).await;
+    assert_eq!(again.status, 201, "{}", again.text());
+    assert_eq!(total().await, (30.0, 1.0));
     host.end(server).await;
 }
 

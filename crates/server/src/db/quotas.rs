@@ -9,13 +9,14 @@ use crate::{
     account::{Amounts, Plan},
 };
 
-/// A root disk that a sandbox has (255 is [`ROOT_SLOT`](super::ROOT_SLOT)) is counted with the sandbox. What a fork keeps of its parent is no snapshot of the
-/// account's own.
+/// A root disk is counted with the sandbox that has it (255 is [`ROOT_SLOT`](super::ROOT_SLOT)); where it was detached, or
+/// stayed, it is a volume. What a fork keeps of its parent is no snapshot of the account's own.
 const AMOUNTS: &str = "SELECT \
      (SELECT COUNT(*) FROM sandboxes WHERE account = $1) AS sandboxes, \
      (SELECT CAST(COALESCE(SUM(cpu), 0) AS BIGINT) FROM sandboxes WHERE account = $1) AS vcpus, \
      (SELECT CAST(COALESCE(SUM(memory_mb), 0) AS BIGINT) FROM sandboxes WHERE account = $1) AS memory_mb, \
-     (SELECT CAST(COALESCE(SUM(disk_mb), 0) AS BIGINT) FROM sandboxes WHERE account = $1) AS disk_mb, \
+     (SELECT CAST(COALESCE(SUM(disk_mb), 0) AS BIGINT) FROM sandboxes WHERE account = $1 AND (durable = 0 OR EXISTS \
+         (SELECT 1 FROM attachments WHERE attachments.sandbox = sandboxes.id AND slot = 255))) AS disk_mb, \
      (SELECT COUNT(*) FROM volumes WHERE account = $1 AND NOT (kind = 'root' AND EXISTS \
          (SELECT 1 FROM attachments WHERE attachments.volume = volumes.id AND slot = 255))) AS volumes, \
      (SELECT CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) FROM volumes WHERE account = $1 AND NOT (kind = 'root' AND EXISTS \

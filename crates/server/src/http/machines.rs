@@ -3,11 +3,15 @@
 use std::sync::Arc;
 
 use api::{CreateMachine, Machine, MachineList, MachineVolumeRequest, Volume};
-use axum::extract::State;
+use axum::{
+    extract::State,
+    response::{IntoResponse, Response},
+};
 use http::StatusCode;
 
 use super::{
     body::{Id, Input, Output, ok},
+    edge::in_machines_dialect,
     query::Query,
 };
 use crate::{App, Error, keys::Caller};
@@ -18,9 +22,11 @@ pub(super) async fn create(
     State(app): State<Arc<App>>,
     caller: Caller,
     Input(request): Input<CreateMachine>,
-) -> Result<Output<Machine>, Error> {
-    let machine = app.sandboxes.create_machine(&caller, request).await?;
-    Ok(Output(StatusCode::CREATED, machine))
+) -> Response {
+    match app.sandboxes.create_machine(&caller, request).await {
+        Ok(machine) => Output(StatusCode::CREATED, machine).into_response(),
+        Err(error) => in_machines_dialect(error),
+    }
 }
 
 /// Newest first; every sandbox is one of them.

@@ -88,14 +88,23 @@ async fn answer_once(
     request: Request,
     next: Next,
 ) -> Result<Response, Error> {
+    let begun = Begun::read(request, &app.buffers).await?;
+    // Goes on when the client has gone: it may ask again.
+    tokio::spawn(answer_begun(app, key, begun, next)).await.map_err(Error::internal)?
+}
+
+async fn answer_begun(
+    app: Arc<App>,
+    key: String,
+    Begun { mut request, fingerprint, is_whole, held }: Begun,
+    next: Next,
+) -> Result<Response, Error> {
     let mut caller =
         request.extensions().get::<Caller>().cloned().ok_or_else(crate::keys::unauthenticated)?;
     let path = request.extensions().get::<MatchedPath>();
     let path = path.map_or("", MatchedPath::as_str);
     let (is_lost, runs) =
         (RUNNING.contains(&path), RUNNING.contains(&path) || FOUND.contains(&path));
-    let Begun { mut request, fingerprint, is_whole, held } =
-        Begun::read(request, &app.buffers).await?;
     let turn = Turn::take(&app, (caller.account.clone(), key), &fingerprint).await?;
     let now = app.clock.steady_ms();
     let (account, key) = &turn.place;
@@ -129,14 +138,10 @@ async fn answer_once(
     };
     caller.ticket = Some(ticket);
     request.extensions_mut().insert(caller);
-    // Goes on when the client has gone: it may ask again.
-    let task = tokio::spawn(async move {
-        let response = next.run(request).await;
-        drop(held);
-        let forget = !is_whole && !response.status().is_success();
-        answer::remember(turn, ticket, response, answer::Kind { runs, forget }).await
-    });
-    task.await.map_err(Error::internal)
+    let response = next.run(request).await;
+    drop(held);
+    let forget = !is_whole && !response.status().is_success();
+    Ok(answer::remember(turn, ticket, response, answer::Kind { runs, forget }).await)
 }
 
 impl Turn {

@@ -24,6 +24,13 @@ const REPEATABLE: &[&str] = &[
     "/v1/sandboxes/{id}/promote",
     "/v1/sandboxes/{id}/snapshots",
     "/v1/volumes",
+    "/v1/volumes/{id}/attach",
+    "/v1/volumes/{id}/detach",
+    "/v1/machines",
+    "/v1/machines/{id}/start",
+    "/v1/machines/{id}/stop",
+    "/v1/machines/{id}/volume/attach",
+    "/v1/machines/{id}/volume/detach",
     "/v1/machines/{id}/execs",
 ];
 
