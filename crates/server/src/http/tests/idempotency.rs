@@ -44,6 +44,12 @@ fn each_post_is_repeatable_or_may_have_begun_a_command() {
     }
 }
 
+/// Volumes can be made, however full the host's disk is.
+async fn started(clock: Clock) -> Server {
+    let capacity = Capacity { disk_reserve: Some(0), ..Capacity::default() };
+    Server::start_as(clock, std::collections::BTreeMap::new(), capacity).await
+}
+
 fn keyed(request: RequestBuilder, key: &str) -> RequestBuilder {
     request.header("Idempotency-Key", key)
 }
@@ -60,7 +66,7 @@ async fn volume(server: &Server, key: &str, name: &str) -> Response {
 
 #[tokio::test]
 async fn a_post_that_comes_again_is_done_once_and_answered_alike() {
-    let server = Server::start().await;
+    let server = started(Clock::default()).await;
     let first = volume(&server, "k", "v").await;
     assert_eq!((first.status().as_u16(), is_replayed(&first)), (201, false));
     let first: Value = first.json().await.unwrap();
@@ -83,7 +89,7 @@ async fn a_post_that_comes_again_is_done_once_and_answered_alike() {
 
 #[tokio::test]
 async fn a_key_is_of_a_post_alone_and_has_bounds() {
-    let server = Server::start().await;
+    let server = started(Clock::default()).await;
     for bad in ["", &"x".repeat(256), "a\tb"] {
         assert_eq!(refusal(volume(&server, bad, "v").await).await, ErrorCode::InvalidRequest);
     }
@@ -95,7 +101,7 @@ async fn a_key_is_of_a_post_alone_and_has_bounds() {
 
 #[tokio::test]
 async fn the_same_command_at_once_runs_once_and_is_answered_to_all() {
-    let server = Server::start().await;
+    let server = started(Clock::default()).await;
     let file = server.directory.path().join("ran");
     let command = format!("echo ran >> {}; sleep 1; echo $RANDOM$RANDOM$RANDOM", file.display());
     let ask =
@@ -113,7 +119,7 @@ async fn the_same_command_at_once_runs_once_and_is_answered_to_all() {
 
 #[tokio::test]
 async fn a_client_that_goes_away_hears_the_answer_when_it_asks_again() {
-    let server = Server::start().await;
+    let server = started(Clock::default()).await;
     let file = server.directory.path().join("ran");
     let command = format!("echo ran >> {}; sleep 2; echo done", file.display());
     let ask =
@@ -128,7 +134,7 @@ async fn a_client_that_goes_away_hears_the_answer_when_it_asks_again() {
 
 #[tokio::test]
 async fn what_cannot_be_kept_is_not_done_again_either() {
-    let server = Server::start().await;
+    let server = started(Clock::default()).await;
     let file = server.directory.path().join("ran");
     let command = json!({"cmd": format!("echo ran >> {}", file.display())});
     let stream =
@@ -153,9 +159,7 @@ async fn what_cannot_be_kept_is_not_done_again_either() {
 #[tokio::test]
 async fn a_day_later_the_key_is_new() {
     let clock = Clock::held_at(400 * DAY);
-    let server =
-        Server::start_as(clock.clone(), std::collections::BTreeMap::new(), Capacity::default())
-            .await;
+    let server = started(clock.clone()).await;
     assert_eq!(volume(&server, "k", "v").await.status(), 201);
     // Whatever the time of day does meanwhile.
     clock.jump(-30 * DAY);
