@@ -148,6 +148,8 @@ async fn a_machines_root_disk_counts_once_wherever_it_is(host: Host) {
     let again = settled(&ada, "/v1/machines", &again).await;
     assert_eq!(again.status, 201, "{}", again.text());
     assert_eq!(total().await, (30.0, 1.0));
+    let id = again.json()["id"].as_str().unwrap().parse().unwrap();
+    ada.delete_sandbox(&id).await.unwrap();
     host.end(server).await;
 }
 
