@@ -22,8 +22,9 @@ use attempt::Attempt;
 use file_systems::{FileSystem, Reach};
 use groups::{Frozen, Groups};
 use mountinfo::Device;
+use slots::Disk;
 pub(crate) use slots::Slots;
-use volumes::Former;
+use volumes::{Before, Former};
 
 /// For processes that hold a volume although they were killed.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -46,6 +47,8 @@ pub(crate) struct State {
     taken_away: Vec<Former>,
     /// Slots with a volume, or with one until everything stood still.
     used: BTreeSet<u8>,
+    /// An empty slot that has a driver all the same.
+    ready: Option<(u8, Disk)>,
 }
 
 impl State {
@@ -67,6 +70,7 @@ impl State {
             found: Vec::new(),
             taken_away: Vec::new(),
             used: BTreeSet::new(),
+            ready: None,
         }
     }
 
@@ -74,6 +78,7 @@ impl State {
     pub(crate) fn clear_empty_slots(&mut self) {
         if let Some(slots) = &self.slots {
             self.used = slots.clear_empty();
+            self.ready = slots.ready();
         }
     }
 
@@ -185,6 +190,7 @@ impl State {
         if let Some(slots) = &self.slots {
             boot::report("empty a slot", slots.clear(slot));
         }
+        self.ready.take_if(|(ready, _)| *ready == slot);
         self.used.remove(&slot);
     }
 
@@ -205,8 +211,14 @@ impl State {
         }
         for (at, volume) in wanted.iter().enumerate() {
             let was_used = !self.used.insert(volume.slot);
+            let before = if was_used {
+                Before::Used
+            } else {
+                let ready = self.ready.as_ref().filter(|(slot, _)| *slot == volume.slot);
+                Before::Empty(ready.map(|(_, disk)| disk.clone()))
+            };
             if let Err(failure) =
-                self.slots().and_then(|slots| volumes::mount_volume(slots, volume))
+                self.slots().and_then(|slots| volumes::mount_volume(slots, volume, before))
             {
                 let before: Vec<u8> = wanted[..at].iter().map(|volume| volume.slot).collect();
                 boot::report("unmount a volume", self.unmount(&before));

@@ -51,9 +51,14 @@ impl Disk {
 
     /// As the kernel knows it now.
     pub(crate) fn bytes(&self) -> u64 {
+        self.size().unwrap_or(0)
+    }
+
+    /// `None`: there is no such disk.
+    fn size(&self) -> Option<u64> {
         let Device { major, minor } = self.device;
-        let sectors = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/size"));
-        sectors.ok().and_then(|text| text.trim().parse::<u64>().ok()).unwrap_or(0) * 512
+        let sectors = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/size")).ok()?;
+        Some(sectors.trim().parse::<u64>().ok()? * 512)
     }
 }
 
@@ -74,6 +79,23 @@ impl Slots {
             crate::boot::report("empty a slot", self.clear(slot));
         }
         used
+    }
+
+    /// The slot whose driver stays while it is empty, with its disk.
+    pub(crate) fn ready(&self) -> Option<(u8, Disk)> {
+        match self {
+            Self::OfMachine(_) => Some((READY, self.find(READY)?)),
+            Self::Given(_) => None,
+        }
+    }
+
+    /// As [`Slots::bind`], of a slot whose disk was found before: to look for it again takes longer than all the rest.
+    pub(crate) fn bind_known(&self, slot: u8, disk: Disk) -> Result<Disk, Failure> {
+        if disk.size().is_none() {
+            return self.bind(slot);
+        }
+        show(&disk).map_err(|error| not_found(slot, &error))?;
+        Ok(disk)
     }
 
     fn check(&self, slot: u8) -> Result<(), Failure> {
@@ -111,19 +133,15 @@ impl Slots {
             // Its size is read once: QEMU tells of a change only where it may write.
             crate::boot::report("empty a slot", self.clear(slot));
         }
-        let fail = |error: &dyn std::fmt::Display| {
-            refuse(ErrorCode::Internal, format!("find the disk of slot {slot}: {error}"))
-        };
         if self.find(slot).is_none()
             && let Some(address) = self.address(slot)
         {
             fs::write(format!("{PCI}/drivers/{DRIVER}/bind"), address)
-                .map_err(|error| fail(&error))?;
+                .map_err(|error| not_found(slot, &error))?;
         }
-        let disk = self.find(slot).ok_or_else(|| fail(&"it has none"))?;
+        let disk = self.find(slot).ok_or_else(|| not_found(slot, &"it has none"))?;
         if let Self::OfMachine(_) = self {
-            put_node(&disk.node, makedev(disk.device.major, disk.device.minor))
-                .map_err(|error| fail(&error))?;
+            show(&disk).map_err(|error| not_found(slot, &error))?;
         }
         Ok(disk)
     }
@@ -155,6 +173,14 @@ impl Slots {
     fn directory(&self, slot: u8) -> Option<PathBuf> {
         Some(Path::new(PCI).join("devices").join(self.address(slot)?))
     }
+}
+
+fn not_found(slot: u8, error: &dyn std::fmt::Display) -> Failure {
+    refuse(ErrorCode::Internal, format!("find the disk of slot {slot}: {error}"))
+}
+
+fn show(disk: &Disk) -> Result<(), Errno> {
+    put_node(&disk.node, makedev(disk.device.major, disk.device.minor))
 }
 
 /// Names go by the order in which disks came.

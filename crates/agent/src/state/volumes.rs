@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use protocol::WRITABLE_SLOTS;
 use protocol::message::{ErrorCode, Failure, Mount};
-use rustix::fs::{CWD, Mode, OFlags, mkdirat, openat, syncfs};
+use rustix::fs::{CWD, Mode, OFlags, ResolveFlags, mkdirat, openat, openat2, syncfs};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, UnmountFlags, mount, unmount};
 
@@ -35,6 +35,14 @@ pub(crate) struct Former {
     point: Vec<u8>,
     kind: Vec<u8>,
     flags: MountFlags,
+}
+
+/// What a slot held until a volume was put behind it.
+pub(crate) enum Before {
+    /// Perhaps the same volume, mounted.
+    Used,
+    /// Nothing. With its disk where that was found before.
+    Empty(Option<Disk>),
 }
 
 /// Where it will be mounted, once its directories are there.
@@ -69,26 +77,32 @@ pub(crate) fn must_have_directory(wanted: &Mount) -> Result<(), Failure> {
 }
 
 /// An empty path: only the disk appears, and stays mounted where it is.
-pub(crate) fn mount_volume(slots: &Slots, wanted: &Mount) -> Result<(), Failure> {
+pub(crate) fn mount_volume(slots: &Slots, wanted: &Mount, before: Before) -> Result<(), Failure> {
     let is_mounted = !wanted.path.is_empty();
     let point = if is_mounted { mount_point(&wanted.path)? } else { Vec::new() };
-    let here = slots.find(wanted.slot).map(|disk| mounts_of(disk.device)).transpose()?;
-    let here = here.unwrap_or_default();
-    if here.iter().any(|mounted| mounted.point == point && mounted.root == b"/") {
-        return Ok(());
-    }
-    if !is_mounted && !here.is_empty() {
-        return Ok(());
-    }
-    if let Some(other) = here.first() {
-        let message = format!(
-            "the volume for {} is mounted at {} already",
-            shown(&point),
-            shown(&other.point)
-        );
-        return Err(refuse(ErrorCode::Conflict, message));
-    }
-    let disk = slots.bind(wanted.slot)?;
+    let disk = match before {
+        Before::Empty(Some(disk)) => slots.bind_known(wanted.slot, disk)?,
+        Before::Empty(None) => slots.bind(wanted.slot)?,
+        Before::Used => {
+            let here = slots.find(wanted.slot).map(|disk| mounts_of(disk.device)).transpose()?;
+            let here = here.unwrap_or_default();
+            if here.iter().any(|mounted| mounted.point == point && mounted.root == b"/") {
+                return Ok(());
+            }
+            if !is_mounted && !here.is_empty() {
+                return Ok(());
+            }
+            if let Some(other) = here.first() {
+                let message = format!(
+                    "the volume for {} is mounted at {} already",
+                    shown(&point),
+                    shown(&other.point)
+                );
+                return Err(refuse(ErrorCode::Conflict, message));
+            }
+            slots.bind(wanted.slot)?
+        }
+    };
     wait_for(&disk, wanted.slot)?;
     if !is_mounted {
         return Ok(());
@@ -168,6 +182,10 @@ fn make_directory(point: &[u8]) -> Result<Vec<u8>, Failure> {
         }
     }
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    if openat2(CWD, point, flags, Mode::empty(), ResolveFlags::NO_SYMLINKS).is_ok() {
+        // It is what it is called, and that has been looked at.
+        return Ok(point.to_vec());
+    }
     let directory = openat(CWD, point, flags, Mode::empty()).map_err(|error| match error {
         Errno::NOTDIR => not_a_directory(point),
         error => fail(error),
