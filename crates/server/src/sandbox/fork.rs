@@ -129,7 +129,19 @@ impl Sandboxes {
         let all = parent.look(SandboxRow::amounts).times(ids.children.len() as u64);
         self.check_quota(caller, &all).await?;
         let purpose = Purpose::Fork { tree };
-        let snapshot = self.take_snapshot(parent, ids.snapshot, String::new(), purpose).await?;
+        let _under_way = self.pool.create_under_way();
+        let count = u32::try_from(ids.children.len()).map_err(Error::internal)?;
+        let (taken, ()) = tokio::join!(
+            self.take_snapshot(parent, ids.snapshot, String::new(), purpose),
+            self.pool.make_sites_ahead(count)
+        );
+        let snapshot = match taken {
+            Ok(snapshot) => snapshot,
+            Err(error) => {
+                self.pool.remove_sites_ahead().await;
+                return Err(error);
+            }
+        };
         let children = self.children(ids, &caller.account, |id, saved_row, saved| Draft {
             id,
             caller: caller.clone(),
@@ -149,9 +161,10 @@ impl Sandboxes {
             root: RootWish::Own,
             began,
         });
-        match children.await {
+        let made = children.await;
+        self.pool.remove_sites_ahead().await;
+        match made {
             Ok(children) => {
-                let count = ids.children.len();
                 self.tell(parent, EventKind::Forked, Some(format!("{count} children")));
                 Ok(children)
             }

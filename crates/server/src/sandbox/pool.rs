@@ -43,6 +43,8 @@ pub(crate) struct Pool {
     /// For each size in use.
     depth: usize,
     shelves: Mutex<HashMap<String, Shelf>>,
+    /// For starts that are about to come.
+    sites_ahead: Mutex<Vec<Site>>,
     creates: AtomicUsize,
     /// Whether the host has room for machines that nobody uses yet.
     has_room: AtomicBool,
@@ -75,6 +77,7 @@ impl Pool {
             sites,
             depth,
             shelves: Mutex::default(),
+            sites_ahead: Mutex::default(),
             creates: AtomicUsize::new(0),
             has_room: AtomicBool::new(true),
             not_before: Mutex::new(Instant::now()),
@@ -124,7 +127,11 @@ impl Pool {
     /// Not from the shelves.
     pub(crate) async fn start(&self, saved: &SavedMachine) -> Result<Ready, Error> {
         let memory = saved.memory()?;
-        let site = self.sites.prepare().await?;
+        let ahead = locked(&self.sites_ahead).pop();
+        let site = match ahead {
+            Some(site) => site,
+            None => self.sites.prepare().await?,
+        };
         let place = site.place();
         let prepared = match place {
             Ok(place) => {
@@ -139,6 +146,25 @@ impl Pool {
                 Err(error)
             }
         }
+    }
+
+    /// While something else is waited for. What cannot be had is tried again by the start itself, which tells why.
+    pub(crate) async fn make_sites_ahead(&self, count: u32) {
+        for _ in 0..count {
+            match self.sites.prepare().await {
+                Ok(site) => locked(&self.sites_ahead).push(site),
+                Err(error) => {
+                    tracing::debug!(%error, cause = error.causes(), "no site ahead");
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Those that no start came for.
+    pub(crate) async fn remove_sites_ahead(&self) {
+        let left = std::mem::take(&mut *locked(&self.sites_ahead));
+        futures::future::join_all(left.into_iter().map(Site::remove)).await;
     }
 
     /// Owns the shelves' filling until [`Pool::close`].
@@ -245,6 +271,7 @@ impl Pool {
 
     /// The sizes stay wanted. How many machines there were.
     async fn empty(&self) -> usize {
+        self.remove_sites_ahead().await;
         let all: Vec<_> = {
             let mut shelves = locked(&self.shelves);
             shelves.values_mut().flat_map(|shelf| std::mem::take(&mut shelf.ready)).collect()
