@@ -3,9 +3,13 @@
 use api::{CreateSandbox, ExecRequest, ExecResult, SandboxId};
 use bytes::Bytes;
 use client::{Client, ExecEvent, Method, RequestBuilder, WriteOptions};
+use time::OffsetDateTime;
 use tokio::{runtime::Handle, sync::OwnedSemaphorePermit};
 
 use crate::{Answer, Server};
+
+/// What a guest's clock may be off by, counted in seconds on both sides.
+const CLOCK_SECONDS: i64 = 3;
 
 /// The smallest size that is baked ahead, and thus quick.
 pub fn small() -> CreateSandbox {
@@ -96,6 +100,16 @@ impl Sandbox {
             }
         }
         (out, err, code)
+    }
+
+    /// # Panics
+    /// Its clock is not ours.
+    pub async fn clock_is_right(&self) {
+        let before = OffsetDateTime::now_utc().unix_timestamp();
+        let told: i64 = self.run("date +%s").await.trim().parse().expect("a number of seconds");
+        let after = OffsetDateTime::now_utc().unix_timestamp();
+        let right = before - CLOCK_SECONDS..=after + CLOCK_SECONDS;
+        assert!(right.contains(&told), "{told} is not in {right:?}");
     }
 
     /// Of the agent, as the guest itself sees it.

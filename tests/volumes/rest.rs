@@ -159,6 +159,7 @@ pub(super) async fn volumes_stay_as_they_were_through_a_hibernation(host: Host) 
     sandbox.run("pkill python3; until ! pgrep python3; do sleep 0.05; done").await;
     server.client().hibernate(&sandbox.id).await.unwrap();
     let saved = snapshot(&sandbox).await.unwrap();
+    assert_eq!(status(&server, &sandbox).await, SandboxStatus::Hibernated);
     assert_eq!(sandbox.run("grep -cE '/mnt/h|/srv/moved' /proc/mounts").await, "2\n");
     let restored = host.sandbox_within(&room, &from(&saved, with([]))).await;
     assert_eq!(restored.exec(command("grep -E '/mnt/h|/srv/moved' /proc/mounts")).await.stdout, "");
@@ -182,13 +183,27 @@ pub(super) async fn volumes_stay_as_they_were_through_a_pause(host: Host) {
     client.pause(&sandbox.id).await.unwrap();
     assert_eq!(refused(&server, &with([written("p")])).await, ErrorCode::Conflict);
     is_clean(&server, &p).await;
+    let grow = async |size_mb| {
+        let update = UpdateVolume { size_mb: Some(size_mb), size_gb: None };
+        let grown = client.update_volume(&name("p"), &update).await.unwrap();
+        assert_eq!((grown.size_mb, grown.attached_to), (size_mb, Some(sandbox.id)));
+        assert_eq!(status(&server, &sandbox).await, SandboxStatus::Paused);
+    };
+    let size = async || {
+        let shown = sandbox.run("df -m --output=size /mnt/p | tail -1").await;
+        shown.trim().parse::<u64>().unwrap()
+    };
+    grow(200).await;
     let saved = snapshot(&sandbox).await.unwrap();
     assert_eq!(status(&server, &sandbox).await, SandboxStatus::Paused);
     // Unmounted for the snapshot, and back after a hibernation all the same.
     client.hibernate(&sandbox.id).await.unwrap();
     assert_eq!(sandbox.run("cat /mnt/p/kept").await, "kept\n");
+    assert!((160..=200).contains(&size().await), "{}", size().await);
     client.pause(&sandbox.id).await.unwrap();
+    grow(300).await;
     client.resume(&sandbox.id).await.unwrap();
+    assert!((240..=300).contains(&size().await), "{}", size().await);
     let counting = COUNTING.replace("/mnt/w/", "/mnt/p/");
     sandbox.run(&counting).await;
     counts(&sandbox, "/mnt/p/count").await;

@@ -48,6 +48,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (4, "execs", include_str!("migrations/0004_execs.sql")),
     (5, "machines", include_str!("migrations/0005_machines.sql")),
     (6, "accounts", include_str!("migrations/0006_accounts.sql")),
+    (7, "snapshot network", include_str!("migrations/0007_snapshot_network.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

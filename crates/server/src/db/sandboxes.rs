@@ -233,6 +233,6 @@ fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
     })
 }
 
-fn json(value: &impl Serialize) -> String {
+pub(super) fn json(value: &impl Serialize) -> String {
     serde_json::to_string(value).expect("strings, numbers and maps of them are JSON")
 }

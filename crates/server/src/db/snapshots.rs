@@ -1,9 +1,9 @@
 //! Rows of snapshots.
 
-use api::{AccountId, SandboxId, SnapshotId, TemplateName};
+use api::{AccountId, NetworkPolicy, SandboxId, SnapshotId, TemplateName};
 use sqlx::{Row as _, any::AnyRow};
 
-use super::{Db, quotas::admit, signed, unsigned};
+use super::{Db, quotas::admit, sandboxes::json, signed, unsigned};
 use crate::{
     Error,
     account::{Amounts, Plan},
@@ -24,10 +24,12 @@ pub(crate) struct SnapshotRow {
     pub(crate) tree: Option<String>,
     /// Milliseconds since 1970.
     pub(crate) created_at: i64,
+    /// Its source's.
+    pub(crate) network: Option<NetworkPolicy>,
 }
 
 const COLUMNS: &str =
-    "id, account, sandbox_id, template, name, cpu, memory_mb, disk_mb, tree, created_at";
+    "id, account, sandbox_id, template, name, cpu, memory_mb, disk_mb, tree, created_at, network";
 
 impl Db {
     /// That takes so many bytes of the store.
@@ -46,7 +48,7 @@ impl Db {
             admit(&mut transaction, &row.account, plan, &one).await?;
         }
         sqlx::query(&format!(
-            "INSERT INTO snapshots ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)"
+            "INSERT INTO snapshots ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"
         ))
         .bind(row.id.to_string())
         .bind(row.account.as_str())
@@ -58,6 +60,7 @@ impl Db {
         .bind(signed(row.disk_mb)?)
         .bind(&row.tree)
         .bind(row.created_at)
+        .bind(row.network.as_ref().map(json))
         .execute(&mut *transaction)
         .await?;
         self.begin_snapshot(&mut transaction, &row.account, &row.id, bytes).await?;
@@ -135,5 +138,8 @@ fn from_row(row: &AnyRow) -> Result<SnapshotRow, Error> {
         disk_mb: unsigned(number("disk_mb")?)?,
         tree: row.try_get("tree")?,
         created_at: number("created_at")?,
+        network: (row.try_get::<Option<String>, _>("network")?)
+            .map(|text| serde_json::from_str(&text).map_err(|_| unread("network")))
+            .transpose()?,
     })
 }

@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use api::{
-    CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName, VolumeId,
-    VolumeKind,
+    CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName, UpdateNetwork,
+    VolumeId, VolumeKind,
 };
 use machine::{Shape, network::Traffic};
 use store::template::Template;
@@ -218,12 +218,12 @@ impl Sandboxes {
         {
             return Ok(made);
         }
-        let network = network::updated(
-            NetworkPolicy::default(),
-            request.network.clone().map(Into::into).unwrap_or_default(),
-            self.sites.networks.host_policy(),
-            "network.",
-        )?;
+        let asked: Option<UpdateNetwork> = request.network.clone().map(Into::into);
+        let policy_of = |before, update: Option<UpdateNetwork>| {
+            let host = self.sites.networks.host_policy();
+            network::updated(before, update.unwrap_or_default(), host, "network.")
+        };
+        let network = policy_of(NetworkPolicy::default(), asked.clone())?;
         let ttl = ttl_of(request.ttl_seconds, request.persistent)?;
         let metadata = request.metadata.clone().unwrap_or_default();
         check_metadata(&metadata)?;
@@ -251,6 +251,11 @@ impl Sandboxes {
             (RootWish::Own | RootWish::Volume, None) => {
                 self.template_origin(caller, &request, began).await?
             }
+        };
+        // What the source was shut off from, a sandbox of its snapshot is not let at because nobody thought of it.
+        let network = match (asked, origin.network) {
+            (None, Some(of_source)) => policy_of(of_source, None)?,
+            (Some(_), _) | (None, None) => network,
         };
         let draft = Draft {
             id,
@@ -295,6 +300,7 @@ impl Sandboxes {
             cpu: row.cpu,
             memory_mb: row.memory_mb,
             disk_mb: row.disk_mb,
+            network: row.network,
             from_snapshot: Some(id),
         })
     }
@@ -330,7 +336,15 @@ impl Sandboxes {
         let patience = BAKE_PATIENCE.saturating_sub(began.elapsed());
         let saved = self.bakes.get(&template, &size, patience).await?;
         let saved = Some(saved);
-        Ok(Origin { template: name, saved, cpu, memory_mb, disk_mb, from_snapshot: None })
+        Ok(Origin {
+            template: name,
+            saved,
+            cpu,
+            memory_mb,
+            disk_mb,
+            network: None,
+            from_snapshot: None,
+        })
     }
 
     /// Before anything is waited for. What is admitted counts when its row is written, where this is checked again.
@@ -464,6 +478,7 @@ fn disk_origin(volume: &VolumeRow, request: &CreateSandbox) -> Result<Origin, Er
         cpu: request.cpu.unwrap_or(1),
         memory_mb: request.memory_mb.unwrap_or(*MEMORY_MIB.start()),
         disk_mb: volume.size_bytes >> 20,
+        network: None,
         from_snapshot: None,
     })
 }
@@ -481,6 +496,8 @@ struct Origin {
     cpu: u32,
     memory_mb: u64,
     disk_mb: u64,
+    /// Of what the snapshot was taken of.
+    network: Option<NetworkPolicy>,
     from_snapshot: Option<SnapshotId>,
 }
 

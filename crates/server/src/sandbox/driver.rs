@@ -66,6 +66,15 @@ pub(crate) struct StartOrder {
     pub(crate) admitted: Admitted,
 }
 
+/// A machine before its first step.
+pub(super) struct Loaded {
+    machine: Machine,
+    /// Volumes that it does not know yet.
+    later: Vec<Attached>,
+    mounts: Vec<Mount>,
+    grow_root: bool,
+}
+
 /// Waits for a sandbox's machine to end by itself.
 async fn machine_end(entry: &Entry) -> Ended {
     match entry.inside() {
@@ -233,7 +242,8 @@ impl Sandboxes {
         let _no_other_change = entry.network_changes.lock().await;
         let started = async {
             blocking(move || SandboxFiles::create(&layout, &id)).await?;
-            self.bring_up(entry, saved, prepared, &site, Volumes::Mounted).await
+            let loaded = self.load_up(entry, saved, prepared, &site, Volumes::Mounted).await?;
+            self.set_going(entry, loaded).await
         };
         match started.await {
             Ok(machine) => Ok((machine, site)),
@@ -253,20 +263,24 @@ impl Sandboxes {
         Ok(booted)
     }
 
-    /// A machine of its own out of a saved one: running, repaired, with its volumes. The caller gives back the site when
-    /// this fails.
-    pub(super) async fn bring_up(
+    /// A machine of its own out of a saved one. The caller gives back the site when this fails, or what follows.
+    pub(super) async fn load_up(
         &self,
         entry: &Entry,
         saved: &SavedMachine,
         prepared: Prepared,
         site: &Site,
         volumes: Volumes,
-    ) -> Result<Machine, Error> {
+    ) -> Result<Loaded, Error> {
         let disk_bytes = entry.look(|row| row.disk_mb) << 20;
         let root = self.root(entry)?;
-        let attached = self.open_volumes(entry).await?;
+        let mut attached = self.open_volumes(entry).await?;
         let mounts = attached.iter().map(|volume| volume.mount(volumes)).collect();
+        // What is mounted already has to be there from the guest's first step. Anything else comes while it takes them.
+        let later = match volumes {
+            Volumes::Mounted => std::mem::take(&mut attached),
+            Volumes::AsTheyWere => Vec::new(),
+        };
         let load = async {
             let disk = root.put(saved.rootfs(), disk_bytes).await?;
             let root_disk = RootDisk {
@@ -282,14 +296,25 @@ impl Sandboxes {
         let policy = entry.look(|row| row.network.clone());
         // Both before the guest's first step.
         let (machine, ()) = tokio::try_join!(load, network::put_in_place(site.gate(), &policy))?;
-        if volumes == Volumes::AsTheyWere {
-            self.note_waking(entry, site.number()).await?;
-        }
+        Ok(Loaded { machine, later, mounts, grow_root: disk_bytes > saved.disk_bytes })
+    }
+
+    /// Running and repaired, with its volumes.
+    pub(super) async fn set_going(&self, entry: &Entry, loaded: Loaded) -> Result<Machine, Error> {
+        let Loaded { machine, later, mounts, grow_root } = loaded;
         fault::point!("create.resuming", Error::internal);
         machine.resume().await.map_err(not_started)?;
         fault::point!("create.guest_connecting", Error::internal);
-        let guest = machine.connect_guest(ANSWER_DEADLINE).await.map_err(not_started)?;
-        let repair = self.repair(entry, disk_bytes > saved.disk_bytes, mounts);
+        let attach = async {
+            for volume in later {
+                let (slot, disk) = volume.into_disk();
+                machine.attach_volume(slot, disk).await?;
+            }
+            Ok(())
+        };
+        let (guest, ()) = tokio::try_join!(machine.connect_guest(ANSWER_DEADLINE), attach)
+            .map_err(not_started)?;
+        let repair = self.repair(entry, grow_root, mounts);
         fault::point!("create.repairing", Error::internal);
         guest.call(Request::Repair(repair), ANSWER_DEADLINE).await.map_err(not_started)?;
         fault::point!("create.repaired");

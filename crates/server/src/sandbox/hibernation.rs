@@ -88,11 +88,23 @@ impl Sandboxes {
         let _admitted = self.admit(need, WAKE_PATIENCE).await?;
         let Ready { site, prepared } = self.pool.start(&saved).await?;
         let _no_other_change = entry.network_changes.lock().await;
-        let machine = match self.bring_up(entry, &saved, prepared, &site, Volumes::AsTheyWere).await
-        {
+        let loaded = async {
+            let loaded = self.load_up(entry, &saved, prepared, &site, Volumes::AsTheyWere).await?;
+            self.note_waking(entry, site.number()).await?;
+            Ok(loaded)
+        };
+        let loaded = match loaded.await {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                site.remove().await;
+                return Err(error);
+            }
+        };
+        let machine = match self.set_going(entry, loaded).await {
             Ok(machine) => machine,
             Err(error) => {
                 site.remove().await;
+                self.note_failed_wake(entry).await;
                 return Err(error);
             }
         };
@@ -111,8 +123,27 @@ impl Sandboxes {
         blocking(move || files.remove_hibernation()).await.unwrap_or_else(|error| {
             tracing::warn!(%error, cause = error.causes(), "failed to remove what a woken sandbox had hibernated in");
         });
+        self.grow_what_waits(entry).await;
         self.watch_commands(entry).await;
         Ok(())
+    }
+
+    /// Its machine has taken steps and is dead. Without volumes it can be woken anew. With one that it writes that would put
+    /// back what its memory says of a file system which has changed since.
+    async fn note_failed_wake(&self, entry: &Entry) {
+        if locked(&entry.attachments).iter().all(|held| held.read_only) {
+            return;
+        }
+        let reason = "it could not be woken, and its volumes may hold more than its memory knows; delete it, the volumes are free";
+        self.tell(entry, EventKind::Failed, Some(reason.to_owned()));
+        entry.change(|row| {
+            row.state = State::Failed;
+            row.error = Some(reason.to_owned());
+        });
+        self.write_down(entry).await;
+        entry.execs.lose_all();
+        self.forget_hibernation(entry).await;
+        self.release_volumes(entry).await;
     }
 
     /// Before its first step, so that a server which dies now leaves it running: what it does from here on, to its

@@ -47,6 +47,7 @@ impl Sandboxes {
     pub(super) async fn resume_machine(&self, entry: &Entry) -> Result<(), Error> {
         fault::point!("resume.going_on", Error::internal);
         self.go_on(entry).await?;
+        self.grow_what_waits(entry).await;
         fault::point!("resume.row_writing");
         let now = self.clock.steady_ms();
         self.tell(entry, EventKind::Resumed, None);

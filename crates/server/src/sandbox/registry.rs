@@ -1,7 +1,7 @@
 //! The sandboxes of this server in memory: what `get` and `list` answer from, and how requests reach a driver.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, atomic::AtomicU64},
 };
 
@@ -41,6 +41,8 @@ pub(crate) struct Entry {
     pub(crate) attachments: Mutex<Vec<AttachmentRow>>,
     /// Its root disk, where that is a volume.
     pub(crate) root_volume: Mutex<Option<VolumeId>>,
+    /// Slots whose volumes have grown while it stood still: their file systems follow when it goes on.
+    pub(crate) grown: Mutex<BTreeSet<u8>>,
     pub(crate) usage: Arc<Usage>,
     /// Held by whoever does something to the machine: the driver in each step, a snapshot.
     pub(crate) turn: tokio::sync::Mutex<()>,
@@ -68,6 +70,7 @@ impl Entry {
             execs,
             attachments: Mutex::default(),
             root_volume: Mutex::default(),
+            grown: Mutex::default(),
             usage: Arc::default(),
             turn: tokio::sync::Mutex::new(()),
             writing: tokio::sync::Mutex::new(()),

@@ -12,7 +12,8 @@ use super::{
     pausing::{QUIESCE_DEADLINE, reach_guest},
     registry::{self, Entry, locked},
     saved::{SavedMachine, snapshot_key},
-    state::{State, Wish},
+    state::{State, Target, Wish},
+    transition::When,
 };
 use crate::{
     Error,
@@ -78,11 +79,12 @@ impl Sandboxes {
     ) -> Result<SnapshotRow, Error> {
         let (sandboxes, entry) = (Arc::clone(self), Arc::clone(entry));
         let task = self.tasks.spawn(async move {
-            let _in_use = entry.usage.begin();
+            let in_use = entry.usage.begin();
             entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
             let hibernates = entry.look(|row| row.state) == State::Hibernated;
-            if hibernates && !locked(&entry.attachments).is_empty() {
-                // Its volumes are mounted in what was saved; a snapshot never holds one.
+            // Its volumes are mounted in what was saved; a snapshot never holds one.
+            let is_woken = hibernates && !locked(&entry.attachments).is_empty();
+            if is_woken {
                 sandboxes.awake(&entry).await?;
             }
             let turn = tokio::time::timeout(TURN, entry.turn.lock()).await.map_err(|_| {
@@ -92,9 +94,22 @@ impl Sandboxes {
                 )
             })?;
             entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
-            sandboxes.snapshot_in_turn(&entry, id, name, purpose, &turn).await
+            let taken = sandboxes.snapshot_in_turn(&entry, id, name, purpose, &turn).await;
+            drop((turn, in_use));
+            if is_woken {
+                sandboxes.put_to_rest_again(&entry).await;
+            }
+            taken
         });
         task.await.map_err(Error::internal)?
+    }
+
+    /// Unless somebody uses it by now.
+    async fn put_to_rest_again(&self, entry: &Entry) {
+        let target = Target::Hibernated;
+        if let Err(error) = self.reach(entry, Wish::Hibernate, target, When::Unused).await {
+            tracing::warn!(sandbox = %entry.look(|row| row.id), %error, cause = error.causes(), "a sandbox woken for a snapshot stays awake");
+        }
     }
 
     async fn snapshot_in_turn(
@@ -122,6 +137,7 @@ impl Sandboxes {
             disk_mb: row.disk_mb,
             tree,
             created_at: self.clock.now_ms(),
+            network: Some(row.network.clone()),
         });
         let (layout, id) = (self.sites.layout.clone(), row.id);
         let draft = blocking(move || store::snapshot::draft(&layout, &id)).await?;

@@ -14,7 +14,7 @@ use super::{
     Sandboxes,
     driver::Inside,
     registry::{self, Entry, locked},
-    state::{State, Wish},
+    state::{Refusal, State, Wish},
 };
 use crate::{Error, blocking::blocking, db::AttachmentRow, keys::Caller, volume::Growth};
 
@@ -246,16 +246,36 @@ impl Sandboxes {
             Growth::Attached { held, bytes } => (held, bytes),
         };
         let entry = self.registry.find(account, &held.sandbox)?;
-        let _in_use = self.awake(&entry).await?;
-        let _turn = entry.turn.lock().await;
-        entry.accept(Wish::Inside, self.clock.steady_ms())?;
-        let (Some(inside), Some(guest)) = (entry.inside(), entry.guest()) else {
-            return Err(registry::not_found());
+        let _in_use = match entry.check(Wish::Inside, self.clock.steady_ms()) {
+            Err(Refusal::Paused) => entry.usage.begin(),
+            Ok(()) | Err(_) => self.awake(&entry).await?,
         };
+        let _turn = entry.turn.lock().await;
+        let is_paused = entry.look(|row| row.state) == State::Paused;
+        let wish = if is_paused { Wish::Change } else { Wish::Inside };
+        entry.accept(wish, self.clock.steady_ms())?;
+        let inside = entry.inside().ok_or_else(registry::not_found)?;
         let grown = self.volumes.lengthen(caller, &held, bytes).await?;
         inside.machine.resize_volume(held.slot, bytes).await?;
+        if is_paused {
+            locked(&entry.grown).insert(held.slot);
+            return Ok(grown);
+        }
+        let guest = entry.guest().ok_or_else(registry::not_found)?;
         guest.call(Request::VolumeGrow { slot: held.slot }, GROW_DEADLINE).await?;
         Ok(grown)
+    }
+
+    /// It goes on: file systems take the sizes that their volumes were given meanwhile. One that cannot stays smaller, and
+    /// whoever asks for the same size again is told why.
+    pub(super) async fn grow_what_waits(&self, entry: &Entry) {
+        let slots = std::mem::take(&mut *locked(&entry.grown));
+        for slot in slots {
+            let Some(guest) = entry.guest() else { return };
+            if let Err(error) = guest.call(Request::VolumeGrow { slot }, GROW_DEADLINE).await {
+                tracing::warn!(sandbox = %entry.look(|row| row.id), slot, %error, "a volume's file system has not grown");
+            }
+        }
     }
 }
 
