@@ -176,12 +176,13 @@ impl Sandboxes {
         blocking(move || draft.publish(manifest)).await?;
         self.snapshot_sizes.forget_all();
         fault::point!("snapshot.published");
-        let bytes = {
+        let sizes = {
             let (layout, id) = (self.sites.layout.clone(), row.id);
-            blocking(move || store::snapshot::sizes(&layout, &id)).await?.own_bytes
+            blocking(move || store::snapshot::sizes(&layout, &id)).await?
         };
+        self.snapshot_sizes.put(row.id, sizes);
         // The files come first: without a row they are swept, a row without files would be a lie.
-        if let Err(error) = self.db.insert_snapshot(&row, bytes, plan.as_deref()).await {
+        if let Err(error) = self.db.insert_snapshot(&row, sizes.own_bytes, plan.as_deref()).await {
             let (layout, id) = (self.sites.layout.clone(), row.id);
             blocking(move || store::snapshot::remove(&layout, &id)).await?;
             return Err(error);
