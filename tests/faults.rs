@@ -15,8 +15,8 @@ use std::{
 };
 
 use api::{
-    CreateMachine, CreateSandbox, CreateSnapshot, CreateVolume, Machine, SandboxId, SandboxStatus,
-    VolumeMount,
+    CreateMachine, CreateSandbox, CreateSnapshot, CreateVolume, ExecState, ExecStream, Machine,
+    SandboxId, SandboxStatus, StartExec, VolumeMount,
 };
 use client::{Method, RootDisk, SandboxFilter, WriteOptions};
 use rustix::process::Signal;
@@ -37,6 +37,7 @@ suite! {
     what_is_asked_for_with_a_key_is_made_once_whatever_is_killed_or_fails,
     a_command_with_a_key_runs_at_most_once_whatever_is_killed,
     a_command_runs_at_most_once_whatever_is_killed_or_fails,
+    an_exec_runs_once_and_is_told_truly_whatever_is_killed_or_fails,
     a_write_is_whole_or_not_at_all_whatever_is_killed_or_fails,
     a_delete_comes_to_its_end_whatever_is_killed_or_fails,
     a_start_comes_to_its_end_whatever_was_killed_or_failed,
@@ -369,6 +370,85 @@ async fn a_command_runs_at_most_once_whatever_is_killed_or_fails(host: Host) {
         let times = count().await;
         assert!(times <= 1, "{point}: the command ran {times} times");
         assert!(point != "exec.starting" || times == 0, "{point}: it was never sent");
+        victim.is_sound(&point).await;
+    }
+    host.end(victim.server).await;
+}
+
+/// Under an id of the client's, at each step of start, run, cancel and output.
+async fn an_exec_runs_once_and_is_told_truly_whatever_is_killed_or_fails(host: Host) {
+    let _room = host.room(1).await;
+    let mut victim = Victim::start().await;
+    let (piece, options) = (patterned(200_000), WriteOptions::default());
+    let client = victim.server.client();
+    client.write_file(&victim.witness, "/srv/piece", piece.clone(), &options).await.unwrap();
+    for (number, (point, fault)) in faults_of("execs").into_iter().enumerate() {
+        let machine = victim.witness;
+        let cancels = point.starts_with("execs.cancel");
+        let (name, ran) = (format!("e{number}").parse().unwrap(), format!("/srv/exec-{number}"));
+        let last = if cancels { "sleep 600" } else { "sleep 1; exit 7" };
+        let request = StartExec {
+            exec_id: Some(name),
+            script: format!("echo ran >> {ran}; cat /srv/piece; {last}"),
+            timeout_sec: Some(600.0),
+            cwd: None,
+            env: None,
+            user: None,
+            stdin: None,
+        };
+        let name = request.exec_id.clone().unwrap();
+        victim.arm(&point, fault).await;
+        let client = victim.server.client();
+        let started = client.start_exec(&machine, &request).await;
+        // Each may be what comes by the point, and fail there.
+        let _ = client.exec_output(&machine, &name, ExecStream::Stdout, 0, Duration::ZERO).await;
+        if cancels {
+            let _ = client.cancel_exec(&machine, &name).await;
+        }
+        victim.is_over(&point, fault).await;
+
+        let client = victim.server.client();
+        match client.start_exec(&machine, &request).await {
+            Ok(_) => assert!(started.is_err(), "{point}: started twice"),
+            Err(error) => assert_eq!(error.status(), Some(409), "{point}"),
+        }
+        if cancels {
+            client.cancel_exec(&machine, &name).await.unwrap();
+        }
+        let exec = client.exec_end(&machine, &name).await.unwrap();
+        let counting = command(format!("cat {ran} 2>/dev/null | wc -l"));
+        let times = client.exec(&machine, &counting).await.unwrap().stdout;
+        let times: usize = times.trim().parse().unwrap();
+        assert!(times <= 1, "{point}: it ran {times} times");
+        let mut output = Vec::new();
+        loop {
+            let offset = output.len() as u64;
+            let page =
+                client.exec_output(&machine, &name, ExecStream::Stdout, offset, SETTLED).await;
+            let page = page.unwrap();
+            output.extend(page.bytes);
+            if page.eof {
+                break;
+            }
+        }
+        match exec.state {
+            // Its server died before it had asked the guest.
+            ExecState::Lost => {
+                assert_eq!((point.as_str(), fault), ("execs.reserved", Fault::Kill));
+                assert_eq!((exec.exit_code, times), (None, 0), "{point}");
+            }
+            ExecState::Failed => assert_eq!((exec.exit_code, times), (Some(7), 1), "{point}"),
+            ExecState::Cancelled => assert!(cancels && times == 1, "{point}"),
+            state @ (ExecState::Running | ExecState::Succeeded | ExecState::Expired) => {
+                panic!("{point}: it is {state}")
+            }
+        }
+        if exec.state != ExecState::Lost {
+            assert_eq!(exec.stdout_bytes, piece.len() as u64, "{point}");
+            let is_cut = point == "execs.output_writing" && fault == Fault::Error;
+            assert_eq!(exec.truncated, is_cut, "{point}");
+            assert!(if is_cut { piece.starts_with(&output) } else { output == piece }, "{point}");
+        }
         victim.is_sound(&point).await;
     }
     host.end(victim.server).await;
