@@ -1,6 +1,12 @@
 //! Forks: children that start from one instant of their parent.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 use api::{
     AccountId, EventKind, Fork, ForkTree, Forked, ForkedTree, Promote, Promoted, Sandbox,
@@ -130,11 +136,13 @@ impl Sandboxes {
         self.check_quota(caller, &all).await?;
         let purpose = Purpose::Fork { tree };
         let _under_way = self.pool.create_under_way();
-        let count = u32::try_from(ids.children.len()).map_err(Error::internal)?;
-        let (taken, ()) = tokio::join!(
-            self.take_snapshot(parent, ids.snapshot, String::new(), purpose),
-            self.pool.make_sites_ahead(count)
-        );
+        let (count, is_taken) = (ids.children.len(), AtomicBool::new(false));
+        let taking = async {
+            let taken = self.take_snapshot(parent, ids.snapshot, String::new(), purpose).await;
+            is_taken.store(true, Ordering::SeqCst);
+            taken
+        };
+        let (taken, ()) = tokio::join!(taking, self.pool.make_sites_ahead(count, &is_taken));
         let snapshot = match taken {
             Ok(snapshot) => snapshot,
             Err(error) => {

@@ -149,8 +149,12 @@ impl Pool {
     }
 
     /// While something else is waited for. What cannot be had is tried again by the start itself, which tells why.
-    pub(crate) async fn make_sites_ahead(&self, count: u32) {
+    /// Until `enough`, since starts make theirs side by side.
+    pub(crate) async fn make_sites_ahead(&self, count: usize, enough: &AtomicBool) {
         for _ in 0..count {
+            if enough.load(Ordering::SeqCst) {
+                return;
+            }
             match self.sites.prepare().await {
                 Ok(site) => locked(&self.sites_ahead).push(site),
                 Err(error) => {
