@@ -43,12 +43,11 @@ suite! {
     a_start_comes_to_its_end_whatever_was_killed_or_failed,
     a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails,
     a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back,
-    a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops,
-    a_machine_is_whole_whatever_is_killed_or_fails_as_it_starts,
+    a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts,
     a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,
     a_machine_that_is_not_made_leaves_no_disk,
     a_sandbox_that_failed_to_wake_lets_go_of_what_it_wrote;
-    soak:
+    soak: a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops_and_starts,
 }
 
 const OPERATIONS: [&str; 17] = [
@@ -155,6 +154,24 @@ struct Victim {
 
 impl Victim {
     async fn start() -> Self {
+        let mut victim = Self::alone().await;
+        let witness = victim.server.create(&small()).await.id;
+        victim.witness = witness;
+        let client = victim.server.client();
+        client
+            .write_file(&witness, "/srv/kept", patterned(100_000), &WriteOptions::default())
+            .await
+            .unwrap();
+        // A command that goes on, whoever listens.
+        let ticking = "while :; do date +%s%N > /srv/tick; sleep 0.5; done";
+        drop(client.exec_stream(&witness, &command(ticking)).await.unwrap());
+        until("it ticks", SETTLED, async || client.stat_file(&witness, "/srv/tick").await.ok())
+            .await;
+        victim
+    }
+
+    /// Without a witness.
+    async fn alone() -> Self {
         let directory = tempfile::tempdir().unwrap();
         let control = directory.path().join("failpoints");
         let options = Options {
@@ -165,18 +182,7 @@ impl Victim {
             ..Options::default()
         };
         let server = Server::start_with(options).await;
-        let witness = server.create(&small()).await.id;
-        let client = server.client();
-        client
-            .write_file(&witness, "/srv/kept", patterned(100_000), &WriteOptions::default())
-            .await
-            .unwrap();
-        // A command that goes on, whoever listens.
-        let ticking = "while :; do date +%s%N > /srv/tick; sleep 0.5; done";
-        drop(client.exec_stream(&witness, &command(ticking)).await.unwrap());
-        until("it ticks", SETTLED, async || client.stat_file(&witness, "/srv/tick").await.ok())
-            .await;
-        Self { server, control, witness, _directory: directory }
+        Self { server, control, witness: SandboxId::random(), _directory: directory }
     }
 
     async fn arm(&self, point: &str, fault: Fault) {
@@ -650,59 +656,69 @@ async fn boots(victim: &Victim, id: &SandboxId, after: &str) {
     assert!(kept.bytes().await.unwrap() == patterned(100_000), "{after}");
 }
 
-async fn switched(host: Host, operation: &str) {
-    let _room = host.room(2).await;
-    let mut victim = Victim::start().await;
+/// With a fault at one of its steps, and then undisturbed.
+async fn stops(victim: &mut Victim, id: &SandboxId, (point, fault): (String, Fault)) {
+    victim.arm(&point, fault).await;
+    let done = victim.server.client().stop_machine(id).await;
+    assert!(done.is_err(), "{point}: {done:?}");
+    victim.is_over(&point, fault).await;
+    let client = victim.server.client();
+    // A stop that was begun comes to its end.
+    until(&point, SETTLED * 2, async || {
+        let state = client.machine(id).await.unwrap().state;
+        let known = [SandboxStatus::Running, SandboxStatus::Stopped].contains(&state);
+        assert!(known, "{point}: {state:?}");
+        (point == "stop.target_writing" || state == SandboxStatus::Stopped).then_some(())
+    })
+    .await;
+    assert_eq!(client.stop_machine(id).await.unwrap().state, SandboxStatus::Stopped, "{point}");
+}
+
+async fn starts(victim: &mut Victim, id: &SandboxId, (point, fault): (String, Fault)) {
+    victim.arm(&point, fault).await;
+    let done = victim.server.client().start_machine(id).await;
+    assert!(done.is_err(), "{point}: {done:?}");
+    victim.is_over(&point, fault).await;
+    let state = victim.server.client().machine(id).await.unwrap().state;
+    let known = [SandboxStatus::Running, SandboxStatus::Stopped].contains(&state);
+    assert!(known, "{point}: {state:?}");
+    boots(victim, id, &point).await;
+    until(&point, SETTLED, async || {
+        let now = Footprint::of(victim.server.data());
+        let all = (now.processes.len(), now.namespaces.len(), now.files.len());
+        (all == (1, 1, 2)).then_some(())
+    })
+    .await;
+}
+
+async fn a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts(host: Host) {
+    let at = |point: &str| vec![(point.to_owned(), Fault::Kill)];
+    switched(host, at("stop.machine_ending"), at("start.row_writing")).await;
+}
+
+async fn a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops_and_starts(host: Host) {
+    switched(host, faults_of("stop"), faults_of("start")).await;
+}
+
+/// Together, for a boot takes long.
+async fn switched(host: Host, off: Vec<(String, Fault)>, on: Vec<(String, Fault)>) {
+    let _room = host.room(1).await;
+    let mut victim = Victim::alone().await;
     let id = machine(&victim).await.id;
-    let options = WriteOptions::default();
-    victim
-        .server
-        .client()
-        .write_file(&id, "/srv/kept", patterned(100_000), &options)
-        .await
-        .unwrap();
-    for (point, fault) in faults_of(operation) {
-        let client = victim.server.client();
-        if operation == "start" {
-            client.stop_machine(&id).await.unwrap();
-        }
-        victim.arm(&point, fault).await;
-        let client = victim.server.client();
-        let done = if operation == "start" {
-            client.start_machine(&id).await
-        } else {
-            client.stop_machine(&id).await
-        };
-        assert!(done.is_err(), "{point}: {done:?}");
-        victim.is_over(&point, fault).await;
-        let client = victim.server.client();
-        // A stop that was begun comes to its end.
-        let is_begun = operation == "stop" && point != "stop.target_writing";
-        until(&point, SETTLED * 2, async || {
-            let state = client.machine(&id).await.unwrap().state;
-            let known = [SandboxStatus::Running, SandboxStatus::Stopped].contains(&state);
-            assert!(known, "{point}: {state:?}");
-            (!is_begun || state == SandboxStatus::Stopped).then_some(())
-        })
-        .await;
-        boots(&victim, &id, &point).await;
-        victim.is_sound(&point).await;
+    let (client, options) = (victim.server.client(), WriteOptions::default());
+    client.write_file(&id, "/srv/kept", patterned(100_000), &options).await.unwrap();
+    assert_eq!(off.len(), on.len());
+    for (off, on) in off.into_iter().zip(on) {
+        stops(&mut victim, &id, off).await;
+        starts(&mut victim, &id, on).await;
     }
     victim.server.client().delete_machine(&id, RootDisk::Goes).await.unwrap();
     host.end(victim.server).await;
 }
 
-async fn a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops(host: Host) {
-    switched(host, "stop").await;
-}
-
-async fn a_machine_is_whole_whatever_is_killed_or_fails_as_it_starts(host: Host) {
-    switched(host, "start").await;
-}
-
 async fn a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes(host: Host) {
-    let _room = host.room(2).await;
-    let mut victim = Victim::start().await;
+    let _room = host.room(1).await;
+    let mut victim = Victim::alone().await;
     let id = machine(&victim).await.id;
     let client = victim.server.client();
     client.stop_machine(&id).await.unwrap();
@@ -747,8 +763,8 @@ async fn a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goe
 }
 
 async fn a_machine_that_is_not_made_leaves_no_disk(host: Host) {
-    let _room = host.room(2).await;
-    let mut victim = Victim::start().await;
+    let _room = host.room(1).await;
+    let mut victim = Victim::alone().await;
     // Its size is baked by now, so that the point is come by.
     let first = machine(&victim).await.id;
     victim.server.client().delete_machine(&first, RootDisk::Goes).await.unwrap();
@@ -757,12 +773,14 @@ async fn a_machine_that_is_not_made_leaves_no_disk(host: Host) {
         let made = victim.server.client().create_machine(&CreateMachine::default()).await;
         assert!(made.is_err(), "{point}: {made:?}");
         victim.is_over(&point, fault).await;
-        victim.is_sound(&point).await;
         let client = victim.server.client();
         until(&point, SETTLED, async || {
-            let listed = client.volumes().await.unwrap();
+            let machines = client.machines().await.unwrap();
+            let volumes = client.volumes().await.unwrap();
             let stored = fs::read_dir(victim.server.data().join("volumes")).unwrap().count();
-            (listed.is_empty() && stored == 0).then_some(())
+            let now = Footprint::of(victim.server.data());
+            let nothing = (machines.len(), volumes.len(), stored) == (0, 0, 0);
+            (nothing && now.processes.is_empty() && now.files.is_empty()).then_some(())
         })
         .await;
     }

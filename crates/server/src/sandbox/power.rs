@@ -65,7 +65,7 @@ impl Sandboxes {
 
     pub(super) async fn power_off_machine(&self, entry: &Entry) -> Result<(), Error> {
         // Whatever dies from here on, the next server goes on with it: what powers off does not come back as running.
-        fault::point!("stop.target_writing", Error::internal);
+        fault::point!("stop.target_writing");
         self.save_row(entry).await?;
         fault::point!("stop.target_written");
         let inside = entry.inside().ok_or_else(super::registry::not_found)?;
@@ -238,7 +238,7 @@ impl Sandboxes {
                 return Err(not_booted(error));
             }
         };
-        fault::point!("start.booted", Error::internal);
+        fault::point!("start.booted");
         let repair = self.repair(entry, false, mounts);
         guest.call(Request::Repair(repair), ANSWER_DEADLINE).await.map_err(not_started)?;
         Ok(machine)
