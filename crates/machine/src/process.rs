@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nix::fcntl::OFlag;
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions};
 use tokio::io::unix::AsyncFd;
 use tokio::net::unix::pipe;
@@ -223,8 +224,13 @@ impl Process {
         async move { Error::Exited { status: exit.await.to_string(), stderr: text_of(&stderr) } }
     }
 
+    /// At once, though the task that watches may learn of it a moment later.
     pub(crate) fn has_ended(&self) -> bool {
+        // pidfd_open(2): readable from the end of the process on.
+        let mut ended = [PollFd::new(&self.pidfd, PollFlags::IN)];
+        let at_once = Timespec { tv_sec: 0, tv_nsec: 0 };
         self.exit.borrow().is_some()
+            || rustix::event::poll(&mut ended, Some(&at_once)).is_ok_and(|count| count > 0)
     }
 
     pub(crate) fn stderr(&self) -> String {

@@ -70,6 +70,8 @@ impl Server {
         let kill_at = after(Instant::now(), grace_ms.into());
         let (epoch, step) = (self.epoch, Step::Asked { kill_at });
         self.shutdown = Some(Shutdown { purpose, stream, epoch, step });
+        // Where nothing runs, nothing more will happen.
+        self.go_on_shutting_down();
     }
 
     fn signal_everything(&self, signal: Signal) {
