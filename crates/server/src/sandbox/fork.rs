@@ -55,6 +55,7 @@ impl Sandboxes {
         id: &SandboxId,
         request: Fork,
     ) -> Result<Forked, Error> {
+        self.check_parent(caller, id)?;
         let count = request.count.unwrap_or(1);
         let metadata = request.metadata.unwrap_or_default();
         let ids = Ids::new(caller, count)?;
@@ -81,6 +82,7 @@ impl Sandboxes {
         id: &SandboxId,
         request: ForkTree,
     ) -> Result<ForkedTree, Error> {
+        self.check_parent(caller, id)?;
         let ids = Ids::new(caller, request.count)?;
         if let Some(children) = self.branched_before(caller, &ids).await? {
             return Ok(tree_of(id, ids.snapshot, children));
@@ -90,6 +92,15 @@ impl Sandboxes {
         let metadata = request.metadata.unwrap_or_default();
         let children = self.branch(caller, &parent, &ids, metadata, Some(tree_id.clone())).await?;
         Ok(ForkedTree { tree_id, parent_id: *id, snapshot_id: ids.snapshot, children })
+    }
+
+    /// Before what else could be wrong with a request: of a sandbox that is not theirs nothing is told. When the request
+    /// comes again, its answer may have outlived the parent.
+    fn check_parent(&self, caller: &Caller, id: &SandboxId) -> Result<(), Error> {
+        if caller.asks_again() {
+            return Ok(());
+        }
+        self.registry.find(&caller.account, id).map(drop)
     }
 
     /// By a server that ended before it answered.
