@@ -32,6 +32,8 @@ const SCENARIOS: &[&str] = &[
     "files",
     "isolation",
     "lifecycle",
+    "machine",
+    "machine_volume",
     "snapshot",
     "ts_files",
     "ts_snapshot",

@@ -46,21 +46,28 @@ impl Alive {
         };
         let boot = machine::host_boot_id().map_err(Error::internal)?;
         let now = clock.steady_ms();
-        let (since, last) = match sign {
-            None => (now, now),
-            Some(sign) if sign.boot == boot => (sign.since, sign.steady.min(now)),
+        let (since, last, by) = match sign {
+            None => (now, now, 0),
+            Some(sign) if sign.boot == boot => (sign.since, sign.steady.min(now), 0),
             Some(sign) => {
                 let by = sign.shift(clock.now_ms());
                 if by != 0 {
                     db.shift_uses(sign.since, by).await?;
                 }
-                (now, sign.steady.saturating_add(by).min(now))
+                (now, sign.steady.saturating_add(by).min(now), by)
             }
         };
         let alive = Self { path, clock: clock.clone(), boot, since, last };
-        // A server that dies before its first beat must not have the rows moved twice.
-        alive.tell(last)?;
-        Ok(alive)
+        match alive.tell(last) {
+            // A server that dies before its first beat must not have the rows moved twice.
+            Err(error) if by != 0 => Err(error),
+            // On a full disk a server starts all the same: sandboxes can be deleted.
+            Err(error) => {
+                tracing::warn!(cause = error.causes(), "a sign of life cannot be written");
+                Ok(alive)
+            }
+            Ok(()) => Ok(alive),
+        }
     }
 
     pub(crate) fn last(&self) -> i64 {
