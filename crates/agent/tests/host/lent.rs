@@ -3,6 +3,9 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::support::DEADLINE;
 
 /// A part of the version 2 hierarchy, where this host has one.
 pub(crate) struct Hierarchy(PathBuf);
@@ -39,16 +42,26 @@ impl Hierarchy {
 }
 
 impl Drop for Hierarchy {
+    #[expect(clippy::disallowed_methods, reason = "nothing else runs on this thread")]
     fn drop(&mut self) {
-        let work = self.0.join("work");
-        let _ = std::fs::write(work.join("cgroup.freeze"), "0");
-        for entry in std::fs::read_dir(&work).into_iter().flatten().flatten() {
-            let _ = std::fs::write(entry.path().join("cgroup.kill"), "1");
-            let _ = std::fs::remove_dir(entry.path());
+        let _ = std::fs::write(self.0.join("work/cgroup.freeze"), "0");
+        // Who is told to end is in the way until it has ended.
+        let deadline = Instant::now() + DEADLINE;
+        while !remove(&self.0) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(20));
         }
-        let _ = std::fs::remove_dir(work);
-        let _ = std::fs::remove_dir(&self.0);
     }
+}
+
+/// Whether it is gone, with all below it.
+fn remove(group: &Path) -> bool {
+    for entry in std::fs::read_dir(group).into_iter().flatten().flatten() {
+        if entry.path().is_dir() {
+            let _ = std::fs::write(entry.path().join("cgroup.kill"), "1");
+            remove(&entry.path());
+        }
+    }
+    std::fs::remove_dir(group).is_ok() || !group.exists()
 }
 
 /// An ext4 file system in a file, behind a loop device.

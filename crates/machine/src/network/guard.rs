@@ -31,6 +31,9 @@ use super::{
 const PAUSE: Duration = Duration::from_millis(200);
 /// Beside the kernel's word: forwarding can be switched off, too.
 const LOOK_AGAIN: Duration = Duration::from_secs(30);
+/// After a failure nobody may tell of a change any more.
+const TRY_AGAIN: Duration = Duration::from_secs(1);
+const LISTINGS: usize = 5;
 /// `NFNLGRP_NFTABLES`, as a bit.
 const CHANGES_OF_RULES: u32 = 1 << 6;
 
@@ -43,8 +46,7 @@ impl Guard {
     pub(super) async fn start(instance: Instance, table: String) -> Result<Self, Error> {
         let changes = Changes::open()
             .map_err(|source| Error::kernel("watch", "the host's packet filter rules", source))?;
-        let mut kept = Kept { instance, table, as_listed: String::new() };
-        kept.put().await?;
+        let kept = Kept::put_for_the_first_time(instance, table).await?;
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             loop {
@@ -52,8 +54,9 @@ impl Guard {
                     () = changes.next() => {}
                     () = tokio::time::sleep(LOOK_AGAIN) => {}
                 }
-                if let Err(error) = kept.heal().await {
+                while let Err(error) = kept.heal().await {
                     error!(%error, "failed to put the host's packet filter rules back");
+                    tokio::time::sleep(TRY_AGAIN).await;
                 }
                 tokio::time::sleep(PAUSE).await;
             }
@@ -70,22 +73,37 @@ impl Guard {
 struct Kept {
     instance: Instance,
     table: String,
-    /// As the kernel tells it when nobody has changed it.
+    /// As the kernel tells it when nobody has changed it. It is learnt once: whoever changes the rules between
+    /// their being put back and being listed would have the change taken for ours.
     as_listed: String,
 }
 
 impl Kept {
-    async fn put(&mut self) -> Result<(), Error> {
-        command::run(Program::Nft, &self.table).await?;
-        self.as_listed = self.list().await?;
-        Ok(())
+    async fn put_for_the_first_time(instance: Instance, table: String) -> Result<Self, Error> {
+        let mut kept = Self { instance, table, as_listed: String::new() };
+        kept.put().await?;
+        kept.as_listed = kept.list().await?;
+        // A change in just that moment would be told once, hardly twice.
+        for _ in 0..LISTINGS {
+            kept.put().await?;
+            let again = kept.list().await?;
+            if again == kept.as_listed {
+                break;
+            }
+            kept.as_listed = again;
+        }
+        Ok(kept)
+    }
+
+    async fn put(&self) -> Result<(), Error> {
+        command::run(Program::Nft, &self.table).await.map(drop)
     }
 
     async fn list(&self) -> Result<String, Error> {
         command::run(Program::NftListTable(self.instance), "").await
     }
 
-    async fn heal(&mut self) -> Result<(), Error> {
+    async fn heal(&self) -> Result<(), Error> {
         forward_on_host()?;
         match self.list().await {
             Ok(text) if text == self.as_listed => return Ok(()),
