@@ -4,6 +4,7 @@ pub(crate) mod leftovers;
 mod tally;
 
 use std::{
+    collections::BTreeSet,
     ffi::OsStr,
     io::{BufRead, BufReader, ErrorKind},
     path::{Path, PathBuf},
@@ -43,6 +44,8 @@ const SCENARIOS: &[&str] = &[
 /// Of each fuzz target, all at once.
 const FUZZ: Duration = Duration::from_secs(60);
 const LONG_FUZZ: Duration = Duration::from_secs(900);
+/// Of the crates' tests, and of the scenarios.
+const MOST_UNSTEADY: usize = 5;
 
 pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
     let mut suite = Suite::new(root);
@@ -59,9 +62,7 @@ pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
         )
     })?;
     let before = Inventory::take();
-    suite.step("tests of the crates", |root| {
-        cargo_test(root, &["--workspace", "--exclude", "tests", "--no-fail-fast"], None)
-    })?;
+    suite.step("tests of the crates", tests_of_the_crates)?;
     remove_disks_of_machines()?;
     suite.step("fuzz targets", |root| fuzz::hunt_all(root, FUZZ))?;
     suite.step("build with failpoints", |root| {
@@ -71,7 +72,7 @@ pub(crate) fn test(root: &Path) -> anyhow::Result<()> {
         suite.step("end-to-end tests", |root| {
             let mut arguments = end_to_end(root)?;
             arguments.push("--no-fail-fast".to_owned());
-            cargo_test(root, &arguments, Some(program))
+            cargo_test(root, &arguments, Some(program)).map(|(tally, _)| tally)
         })?;
         suite.step("scenarios", |root| scenarios(root, program))
     })?;
@@ -89,6 +90,7 @@ pub(crate) fn soak(root: &Path) -> anyhow::Result<()> {
             &["--workspace", "--exclude", "tests", "--no-fail-fast", "--", "--ignored"],
             None,
         )
+        .map(|(tally, _)| tally)
     })?;
     remove_disks_of_machines()?;
     suite.step("fuzz targets", |root| fuzz::hunt_all(root, LONG_FUZZ))?;
@@ -96,7 +98,7 @@ pub(crate) fn soak(root: &Path) -> anyhow::Result<()> {
         suite.step("long end-to-end tests", |root| {
             let mut arguments = end_to_end(root)?;
             arguments.extend(["--no-fail-fast", "--", "--ignored"].map(str::to_owned));
-            cargo_test(root, &arguments, Some(program))
+            cargo_test(root, &arguments, Some(program)).map(|(tally, _)| tally)
         })
     })?;
     suite.step("leftovers on the host", |_| no_leftovers(&before))?;
@@ -172,6 +174,31 @@ impl<'a> Suite<'a> {
     }
 }
 
+/// Those that fail run once more by themselves. One that holds then is unsteady.
+fn tests_of_the_crates(root: &Path) -> anyhow::Result<Tally> {
+    let all = ["--workspace", "--exclude", "tests", "--no-fail-fast"];
+    let (mut tally, failed) = cargo_test(root, &all, None)?;
+    // Others than these are faults of more than a test, and so is a program that ended in the middle of its tests.
+    if failed.is_empty() || failed.len() > MOST_UNSTEADY || failed.len() as u64 != tally.failed {
+        return Ok(tally);
+    }
+    wait::check_interrupt()?;
+    println!("once more, alone: {failed:?}");
+    let mut alone = all.map(str::to_owned).to_vec();
+    alone.extend(["--", "--exact", "--test-threads=1"].map(str::to_owned));
+    alone.extend(failed.iter().cloned());
+    let (again, failed_again) = cargo_test(root, &alone, None)?;
+    if again.passed + again.failed < tally.failed {
+        return Ok(tally);
+    }
+    for name in failed.difference(&failed_again) {
+        let line = format!("unsteady: {name}");
+        println!("{line}");
+        tally.take_in(&line);
+    }
+    Ok(tally)
+}
+
 /// Selects the test programs of package `tests` out of the whole workspace: selected as a package, it would have its
 /// dependencies built once more, with fewer features.
 fn end_to_end(root: &Path) -> anyhow::Result<Vec<String>> {
@@ -226,7 +253,7 @@ fn cargo_test(
     root: &Path,
     arguments: &[impl AsRef<OsStr>],
     program: Option<&Path>,
-) -> anyhow::Result<Tally> {
+) -> anyhow::Result<(Tally, BTreeSet<String>)> {
     let mut command = cargo_command(root);
     command.arg("test").args(arguments);
     if let Some(program) = program {
@@ -255,23 +282,35 @@ fn scenarios(root: &Path, program: &Path) -> anyhow::Result<Tally> {
     let log = build::target_directory()?.join("test-server.log");
     println!("the server's log is {}", log.display());
     let server = Server::start(program, &log)?;
-    let mut command = Command::new("bash");
-    command
-        .arg(&script)
-        .args(SCENARIOS)
-        .env("ATOLL_URL", &server.url)
-        .env("ATOLL_KEY", &server.key);
-    command.stdin(Stdio::null());
-    counted(command)
+    let run = |names: &[String]| {
+        let mut command = Command::new("bash");
+        command.arg(&script).args(names);
+        command.env("ATOLL_URL", &server.url).env("ATOLL_KEY", &server.key);
+        command.stdin(Stdio::null());
+        counted(command)
+    };
+    let all: Vec<_> = SCENARIOS.iter().map(|name| (*name).to_owned()).collect();
+    let (mut tally, failed) = run(&all)?;
+    if !failed.is_empty() && failed.len() <= MOST_UNSTEADY {
+        wait::check_interrupt()?;
+        println!("once more: {failed:?}");
+        let (_, failed_again) = run(&failed.iter().cloned().collect::<Vec<_>>())?;
+        for name in failed.difference(&failed_again) {
+            let line = format!("unsteady: {name}");
+            println!("{line}");
+            tally.take_in(&line);
+        }
+    }
+    Ok(tally)
 }
 
-/// Shows the output as it comes and adds up the summaries in it.
-fn counted(mut command: Command) -> anyhow::Result<Tally> {
+/// Shows the output as it comes, adds up the summaries in it, and gives the names of the tests that failed.
+fn counted(mut command: Command) -> anyhow::Result<(Tally, BTreeSet<String>)> {
     let mut child =
         command.stdout(Stdio::piped()).spawn().with_context(|| format!("start {command:?}"))?;
     let output = child.stdout.take().context("take the output")?;
     let reader = std::thread::spawn(move || {
-        let mut tally = Tally::default();
+        let (mut tally, mut failed) = (Tally::default(), BTreeSet::new());
         for line in BufReader::new(output).split(b'\n').map_while(Result::ok) {
             let line = String::from_utf8_lossy(&line);
             // Every test that passed, by name, is for whoever runs one test program.
@@ -279,13 +318,14 @@ fn counted(mut command: Command) -> anyhow::Result<Tally> {
                 println!("{line}");
             }
             tally.take_in(&line);
+            failed.extend(tally::failed_test(&line).map(str::to_owned));
         }
-        tally
+        (tally, failed)
     });
     let status = wait::end_of(&mut child)?;
-    let Ok(mut tally) = reader.join() else { bail!("read the output") };
+    let Ok((mut tally, failed)) = reader.join() else { bail!("read the output") };
     if !status.success() && tally.failed == 0 {
         tally.failed = 1;
     }
-    Ok(tally)
+    Ok((tally, failed))
 }

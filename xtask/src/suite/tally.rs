@@ -40,6 +40,14 @@ impl Tally {
     }
 }
 
+/// From `test NAME ... FAILED` of a test program, or from `FAIL NAME …` of the scenarios.
+pub(super) fn failed_test(line: &str) -> Option<&str> {
+    match line.strip_prefix("FAIL ") {
+        Some(rest) => rest.split_whitespace().next(),
+        None => line.strip_prefix("test ")?.strip_suffix(" ... FAILED"),
+    }
+}
+
 impl AddAssign for Tally {
     fn add_assign(&mut self, other: Self) {
         self.passed += other.passed;
@@ -70,6 +78,17 @@ mod tests {
                 Some(Tally { passed: 12, failed: 1, unsteady: 0 }),
                 "{line}"
             );
+        }
+    }
+
+    #[test]
+    fn the_names_of_what_failed_are_found() {
+        assert_eq!(failed_test("test a::b::a_claim ... FAILED"), Some("a::b::a_claim"));
+        assert_eq!(failed_test("FAIL files            12.0 s  why"), Some("files"));
+        for line in
+            ["test a_claim ... ok", "ok   files  1.0 s", "test result: FAILED. 1 passed; 1 failed;"]
+        {
+            assert_eq!(failed_test(line), None, "{line}");
         }
     }
 
