@@ -55,6 +55,9 @@ pub enum Error {
     Misbehaved(&'static str),
     #[error("too many streams to the guest are open; try again when some have ended")]
     Busy,
+    /// The guest holds an agent of before this kind of request: it was not sent.
+    #[error("the agent in the guest speaks protocol {speaks}, the request is of {needs}")]
+    OldAgent { speaks: u32, needs: u32 },
     /// The guest answered with a failure.
     #[error(transparent)]
     Refused(#[from] Failure),

@@ -16,8 +16,8 @@ use std::time::Duration;
 pub use message::{Reply, Request};
 
 /// Counts up with every change that an older agent would not understand. Agents live on in snapshots, so the host
-/// speaks all versions from 1 on.
-pub const VERSION: u32 = 1;
+/// speaks all versions from 1 on, and asks none for what it does not know: see [`Request::since`].
+pub const VERSION: u32 = 2;
 
 /// The name of the virtio-serial port, `/dev/virtio-ports/…` in guests with udev; without, found through
 /// `/sys/class/virtio-ports/*/name`.

@@ -91,6 +91,35 @@ pub enum Request {
     FileStat { path: PathBytes },
 }
 
+impl Request {
+    /// The first [`crate::VERSION`] whose agents know it.
+    pub fn since(&self) -> u32 {
+        match self {
+            Self::Ping
+            | Self::Repair(_)
+            | Self::Sync
+            | Self::Shutdown { .. }
+            | Self::Quiesce
+            | Self::Thaw { .. }
+            | Self::VolumesMount { .. }
+            | Self::VolumesUnmount { .. }
+            | Self::VolumeGrow { .. }
+            | Self::Release { .. }
+            | Self::ExecStart(_)
+            | Self::ExecWatch { .. }
+            | Self::ExecStatus { .. }
+            | Self::ExecList
+            | Self::ExecCancel { .. }
+            | Self::ExecsForget { .. }
+            | Self::FileRead(_)
+            | Self::FileWrite(_)
+            | Self::FileDelete { .. }
+            | Self::DirList { .. }
+            | Self::FileStat { .. } => 1,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
 pub enum Reply {
     Done,

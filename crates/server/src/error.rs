@@ -177,6 +177,10 @@ impl From<machine::Error> for Error {
                 let message = "a disk is in use by another machine; detach it there, or wait until that one has ended";
                 Self::new(ErrorCode::Conflict, message).because(error)
             }
+            Machine::OldAgent { .. } => {
+                let message = "this sandbox holds an agent of an earlier version, which cannot do this; a machine gets the new one when it is stopped and started, else create a sandbox from its template and copy what is needed";
+                Self::conflict(message).because(error)
+            }
             Machine::QemuMissing
             | Machine::QemuTooOld { .. }
             | Machine::File { .. }
@@ -224,6 +228,13 @@ impl From<machine::guest::Failure> for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_agent_of_before_is_a_conflict() {
+        let error = Error::from(machine::Error::OldAgent { speaks: 1, needs: 2 });
+        assert_eq!(error.code, ErrorCode::Conflict);
+        assert!(error.causes().contains("protocol 1"), "{}", error.causes());
+    }
 
     #[test]
     fn a_full_disk_is_told_as_such_whatever_met_it() {

@@ -77,7 +77,7 @@ impl Guest {
     /// Opens a stream. It waits for nothing.
     ///
     /// # Errors
-    /// [`Error::Busy`] when too many are open, [`Error::Lost`].
+    /// [`Error::Busy`] when too many are open, [`Error::OldAgent`], [`Error::Lost`].
     #[expect(clippy::needless_pass_by_value, reason = "callers make it for this one use")]
     pub fn open(&self, request: Request) -> Result<Stream> {
         Stream::open(&self.connection, &request)

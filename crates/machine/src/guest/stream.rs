@@ -279,6 +279,10 @@ impl Inner {
 
 impl Stream {
     pub(super) fn open(connection: &Arc<Connection>, request: &Request) -> Result<Self> {
+        let (speaks, needs) = (connection.version(), request.since());
+        if speaks < needs {
+            return Err(Error::OldAgent { speaks, needs });
+        }
         let request = message::encode(request);
         if request.len() > protocol::MAX_MESSAGE {
             return Err(Error::Unfit(format!(

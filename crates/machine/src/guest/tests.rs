@@ -84,10 +84,14 @@ fn pair() -> (UnixStream, Agent) {
 }
 
 async fn connected() -> (Guest, Agent) {
+    connected_to(protocol::VERSION).await
+}
+
+async fn connected_to(version: u32) -> (Guest, Agent) {
     let (ours, mut agent) = pair();
     let answering = async {
         let hello = agent.hello().await;
-        agent.write(&hello::answer(&hello.nonce, 1)).await;
+        agent.write(&hello::answer(&hello.nonce, version)).await;
     };
     let (guest, ()) = tokio::join!(Guest::connect(ours, DEADLINE), answering);
     (guest.unwrap(), agent)
@@ -158,6 +162,20 @@ async fn an_agent_that_never_answers_is_silent_and_one_that_leaves_is_lost() {
         guest.call(Request::Ping, Duration::from_millis(50)).await,
         Err(Error::Silent)
     ));
+}
+
+#[tokio::test]
+async fn an_agent_is_not_sent_what_it_does_not_know() {
+    // Older than any request.
+    let (guest, mut agent) = connected_to(0).await;
+    assert!(matches!(
+        guest.call(Request::Ping, DEADLINE).await,
+        Err(Error::OldAgent { speaks: 0, needs: 1 })
+    ));
+    drop(guest);
+    let mut rest = Vec::new();
+    agent.stream.read_to_end(&mut rest).await.unwrap();
+    assert_eq!((rest.len(), agent.input.len()), (0, 0));
 }
 
 #[tokio::test]
