@@ -6,6 +6,7 @@ mod cgroup;
 mod exec;
 mod failure;
 mod files;
+mod ports;
 mod reaper;
 mod repair;
 mod serve;

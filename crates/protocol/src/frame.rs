@@ -70,7 +70,7 @@ impl Kind {
 /// What a [`Kind::Data`] frame's bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Channel {
-    /// A file's content, or the standard input of an exec.
+    /// A file's content, the standard input of an exec, or what a connection carries.
     Content,
     Stdout,
     Stderr,

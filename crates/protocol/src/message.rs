@@ -89,6 +89,13 @@ pub enum Request {
     DirList { path: PathBytes, depth: u32 },
     /// [`Reply::Entries`] with one entry. Links are not followed.
     FileStat { path: PathBytes },
+
+    /// [`Reply::Connected`], then `Content` data both ways: a TCP connection to what listens on this port, at 127.0.0.1,
+    /// ::1 or an address of the guest's own. A finish of either side ends that side alone; the connection ends with both, or
+    /// with a reset. Nothing listens: [`ErrorCode::NotFound`].
+    Dial { port: u16 },
+    /// [`Reply::Listeners`].
+    Listeners,
 }
 
 impl Request {
@@ -116,6 +123,7 @@ impl Request {
             | Self::FileDelete { .. }
             | Self::DirList { .. }
             | Self::FileStat { .. } => 1,
+            Self::Dial { .. } | Self::Listeners => 2,
         }
     }
 }
@@ -124,13 +132,21 @@ impl Request {
 pub enum Reply {
     Done,
     Failed(Failure),
-    ExecStarted { pid: u32 },
+    ExecStarted {
+        pid: u32,
+    },
     ExecEnded(ExecStatus),
     ExecStatus(ExecStatus),
     Execs(Vec<(String, ExecStatus)>),
     File(FileHead),
-    Written { bytes: u64, etag: String },
+    Written {
+        bytes: u64,
+        etag: String,
+    },
     Entries(Vec<Entry>),
+    Connected,
+    /// In no order, each address of a port once.
+    Listeners(Vec<Listener>),
 }
 
 /// Everything by which a clone becomes a machine of its own.
@@ -298,6 +314,22 @@ pub enum EntryKind {
     Socket,
     CharDevice,
     BlockDevice,
+}
+
+/// A TCP socket that takes connections.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct Listener {
+    pub port: u16,
+    pub address: std::net::IpAddr,
+    /// Whose it is, where that can be found.
+    pub process: Option<ListenerProcess>,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct ListenerProcess {
+    pub pid: u32,
+    /// Its name, as the kernel has it: at most 15 bytes.
+    pub name: serde_bytes::ByteBuf,
 }
 
 #[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq, thiserror::Error)]

@@ -10,7 +10,8 @@ use protocol::frame::{self, Channel, Kind};
 use protocol::hello::{self, Hello};
 use protocol::message::{
     Command, Entry, EntryKind, ErrorCode, ExecStart, ExecState, ExecStatus, Failure, FileHead,
-    FileRead, FileWrite, Mount, Network, ReadRange, Repair, decode, encode,
+    FileRead, FileWrite, Listener, ListenerProcess, Mount, Network, ReadRange, Repair, decode,
+    encode,
 };
 use protocol::{Reply, Request};
 use serde::Serialize;
@@ -149,6 +150,8 @@ fn requests() -> Vec<(Request, &'static str)> {
         (Request::FileDelete { path: path("/a") }, "12022f61"),
         (Request::DirList { path: path("/a"), depth: 2 }, "13022f6102"),
         (Request::FileStat { path: path("/a") }, "14022f61"),
+        (Request::Dial { port: 8080 }, "15903f"),
+        (Request::Listeners, "16"),
     ]
 }
 
@@ -187,6 +190,11 @@ fn replies() -> Vec<(Reply, &'static str)> {
         group: 100,
         target: Some(path("b")),
     };
+    let listener = Listener {
+        port: 8080,
+        address: [127, 0, 0, 1].into(),
+        process: Some(ListenerProcess { pid: 300, name: b"python3".to_vec().into() }),
+    };
     let failure = Failure { code: ErrorCode::Conflict, message: "it is busy".into() };
     vec![
         (Reply::Done, "00"),
@@ -198,6 +206,8 @@ fn replies() -> Vec<(Reply, &'static str)> {
         (Reply::File(head), "06e8070a14010103223122"),
         (Reply::Written { bytes: 1 << 40, etag: "\"1\"".into() }, "0780808080802003223122"),
         (Reply::Entries(vec![entry]), "0801022f610203ff038080a0bbd29df1fa31e80764010162"),
+        (Reply::Connected, "09"),
+        (Reply::Listeners(vec![listener]), "0a01903f007f00000101ac0207707974686f6e33"),
     ]
 }
 
@@ -206,16 +216,16 @@ fn requests_are_written_as_ever() {
     let golden = requests();
     check(&golden);
     // Counts variants; one that is new belongs into the list.
-    assert_eq!(kinds(&golden), 21);
-    assert!(decode::<Request>(&[21]).is_err());
+    assert_eq!(kinds(&golden), 23);
+    assert!(decode::<Request>(&[23]).is_err());
 }
 
 #[test]
 fn replies_are_written_as_ever() {
     let golden = replies();
     check(&golden);
-    assert_eq!(kinds(&golden), 9);
-    assert!(decode::<Reply>(&[9]).is_err());
+    assert_eq!(kinds(&golden), 11);
+    assert!(decode::<Reply>(&[11]).is_err());
 }
 
 #[test]

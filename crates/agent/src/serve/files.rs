@@ -31,7 +31,7 @@ pub(crate) enum Written {
 }
 
 impl Server {
-    fn submit(&self, stream: u32, work: impl FnOnce() -> FileResult + Send + 'static) {
+    pub(crate) fn submit(&self, stream: u32, work: impl FnOnce() -> FileResult + Send + 'static) {
         let epoch = self.epoch;
         self.workers.submit(move || Done::File { epoch, stream, result: work() });
     }

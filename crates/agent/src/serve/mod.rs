@@ -1,6 +1,7 @@
 //! The server: one loop that waits for the port, the commands' pipes, ended children and the workers' results, and never
 //! for anything else. Without something to do it sleeps; there is no periodic timer.
 
+mod dialed;
 mod execs;
 mod files;
 mod port;
@@ -47,10 +48,12 @@ pub(crate) enum Source {
     Stdin,
     Group,
     Pidfd,
+    /// Of a stream, not of an exec.
+    Dialed,
 }
 
 impl Source {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Port,
         Self::Children,
         Self::Workers,
@@ -60,6 +63,7 @@ impl Source {
         Self::Stdin,
         Self::Group,
         Self::Pidfd,
+        Self::Dialed,
     ];
 
     pub(crate) fn event(self, exec: Serial) -> epoll::EventData {
@@ -227,6 +231,7 @@ impl Server {
                     Source::Stdin => self.feed_stdin(exec),
                     Source::Group => self.group_changed(exec),
                     Source::Pidfd => self.pidfd_is_readable(exec),
+                    Source::Dialed => self.drive_dialed(exec),
                 }
             }
             self.act_on_deadlines();
@@ -338,7 +343,8 @@ impl Server {
         match closed.role {
             Role::Watching(watch) => self.stop_watching(stream, &watch),
             role @ (Role::Reading(_) | Role::Writing(_) | Role::Listing(_)) => self.discard(role),
-            Role::Opening { .. } | Role::Deferred(_) | Role::Answering => {}
+            // Dropped, its socket is closed and watched no more.
+            Role::Dialed(_) | Role::Opening { .. } | Role::Deferred(_) | Role::Answering => {}
         }
     }
 
@@ -363,6 +369,7 @@ impl Server {
             Role::Writing(writing) => !writing.finished,
             Role::Watching(watch) => watch.feeds,
             Role::Deferred(deferred) => deferred.is_fed() && !deferred.finished,
+            Role::Dialed(dialed) => !dialed.finished,
             // Data that nobody waits for is against the rules, or for a request that has just failed.
             Role::Opening { .. } | Role::Reading(_) | Role::Listing(_) | Role::Answering => false,
         };
@@ -388,6 +395,10 @@ impl Server {
                 self.take_stdin(exec, payload);
             }
             Role::Deferred(deferred) => deferred.data.push(payload.to_vec()),
+            Role::Dialed(dialed) => {
+                dialed.take(payload);
+                self.drive_dialed(stream);
+            }
             Role::Opening { .. } | Role::Reading(_) | Role::Listing(_) | Role::Answering => {}
         }
     }
@@ -405,6 +416,10 @@ impl Server {
                 self.finish_stdin(exec);
             }
             Role::Deferred(deferred) => deferred.finished = true,
+            Role::Dialed(dialed) => {
+                dialed.finished = true;
+                self.drive_dialed(stream);
+            }
             Role::Watching(_)
             | Role::Opening { .. }
             | Role::Reading(_)
@@ -444,6 +459,7 @@ impl Server {
                     Role::Watching(_) => self.produce_output(stream),
                     Role::Reading(_) => self.produce_content(stream),
                     Role::Listing(_) => self.produce_entries(stream),
+                    Role::Dialed(_) => self.produce_dialed(stream),
                     Role::Opening { .. }
                     | Role::Writing(_)
                     | Role::Deferred(_)

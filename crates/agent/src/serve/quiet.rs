@@ -284,6 +284,8 @@ impl Server {
             | Request::ExecList
             | Request::FileRead(_)
             | Request::DirList { .. }
+            | Request::Dial { .. }
+            | Request::Listeners
             | Request::FileStat { .. } => false,
         }
     }

@@ -130,6 +130,11 @@ impl Server {
                 self.list_directory(stream, path.into_vec(), depth);
                 Ok(None)
             }
+            Request::Dial { port } => self.dial(stream, port).map(|()| None),
+            Request::Listeners => {
+                self.list_listeners(stream);
+                Ok(None)
+            }
             Request::FileStat { path } => {
                 self.stat_file(stream, path.into_vec());
                 Ok(None)

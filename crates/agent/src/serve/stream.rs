@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use protocol::Request;
 use protocol::frame::{Assembler, Channel};
 
+use super::dialed::Dialed;
 use crate::exec::Serial;
 use crate::exec::output::Position;
 use crate::files::list::Listing;
@@ -32,6 +33,7 @@ pub(crate) enum Role {
     Reading(Reading),
     Writing(Writing),
     Listing(Listed),
+    Dialed(Dialed),
     /// The request waits until everything goes on.
     Deferred(Deferred),
     /// A worker or a later moment has the answer; nothing more is expected from the host.
@@ -107,6 +109,7 @@ impl Stream {
             Role::Opening { bytes, .. } => *bytes,
             Role::Writing(writing) => writing.inbox_bytes + writing.taken_bytes,
             Role::Deferred(deferred) => deferred.data.iter().map(Vec::len).sum(),
+            Role::Dialed(dialed) => dialed.inbox_bytes,
             Role::Watching(_) | Role::Reading(_) | Role::Listing(_) | Role::Answering => 0,
         }
     }

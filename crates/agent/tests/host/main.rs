@@ -9,6 +9,7 @@ mod channel;
 mod execs;
 mod files;
 mod lent;
+mod ports;
 mod quiet;
 mod support;
 mod volumes;

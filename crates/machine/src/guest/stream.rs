@@ -72,6 +72,9 @@ struct Inner {
     end_told: bool,
     /// The agent has given the whole answer and knows nothing of this stream any longer.
     answered: bool,
+    /// Each side ends for itself: what the agent still takes does not end with what it says.
+    two_way: bool,
+    takes_no_more: bool,
 }
 
 #[derive(Debug)]
@@ -131,6 +134,8 @@ impl Inner {
             end: None,
             end_told: false,
             answered: false,
+            two_way: false,
+            takes_no_more: false,
         }
     }
 }
@@ -190,8 +195,20 @@ impl Inner {
     }
 
     fn receive(&mut self, header: &Header, payload: BytesMut) -> std::result::Result<(), End> {
-        if self.end.is_some() {
-            return Ok(());
+        match self.end {
+            // It still takes what we send, and may give up.
+            Some(End::Finished) if self.two_way => match header.kind {
+                Kind::Credit => {}
+                Kind::Reset => {
+                    self.takes_no_more = true;
+                    return Ok(());
+                }
+                Kind::Hello | Kind::Request | Kind::Reply | Kind::Data | Kind::Finish => {
+                    return Ok(());
+                }
+            },
+            Some(_) => return Ok(()),
+            None => {}
         }
         match header.kind {
             Kind::Data => self.receive_data(header.channel, payload)?,
@@ -263,11 +280,13 @@ impl Inner {
 
     /// Why sending is pointless.
     fn refusal(&self) -> Option<Error> {
-        if self.finish_sent {
+        if self.finish_sent || self.takes_no_more {
             return Some(Error::Reset);
         }
-        if let Some(end) = &self.end {
-            return Some(end.error().unwrap_or(Error::Reset));
+        match &self.end {
+            Some(End::Finished) if self.two_way => {}
+            Some(end) => return Some(end.error().unwrap_or(Error::Reset)),
+            None => {}
         }
         let Some(Piece::Reply(reply)) = self.waiting.front() else { return None };
         match message::decode(reply) {
@@ -283,6 +302,7 @@ impl Stream {
         if speaks < needs {
             return Err(Error::OldAgent { speaks, needs });
         }
+        let two_way = matches!(request, Request::Dial { .. });
         let request = message::encode(request);
         if request.len() > protocol::MAX_MESSAGE {
             return Err(Error::Unfit(format!(
@@ -291,6 +311,7 @@ impl Stream {
             )));
         }
         let (id, state, place) = connection.admit()?;
+        state.inner().two_way = two_way;
         let mut head = Vec::with_capacity(request.len() + frame::HEADER);
         frame::encode_message(&mut head, Kind::Request, id, &request);
         let stream = Self { id, connection: connection.clone(), state, place };
@@ -431,10 +452,13 @@ fn is_whole_answer(reply: &Reply) -> bool {
         | Reply::Failed(_)
         | Reply::ExecStatus(_)
         | Reply::Execs(_)
+        | Reply::Listeners(_)
         | Reply::Written { .. } => true,
-        Reply::ExecStarted { .. } | Reply::ExecEnded(_) | Reply::File(_) | Reply::Entries(_) => {
-            false
-        }
+        Reply::ExecStarted { .. }
+        | Reply::ExecEnded(_)
+        | Reply::File(_)
+        | Reply::Connected
+        | Reply::Entries(_) => false,
     }
 }
 
@@ -444,7 +468,8 @@ impl Drop for Stream {
         let is_over = {
             let inner = self.state.inner();
             let is_over = match inner.end {
-                Some(End::Finished | End::Failed(_) | End::Reset | End::Lost) => true,
+                Some(End::Finished) => !inner.two_way || inner.finish_sent || inner.takes_no_more,
+                Some(End::Failed(_) | End::Reset | End::Lost) => true,
                 Some(End::Misbehaved(_) | End::Crowded) | None => false,
             };
             is_over || inner.answered

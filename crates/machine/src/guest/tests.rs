@@ -1,6 +1,7 @@
 //! The host's end against an agent that does exactly what a test wants, also what no honest one would.
 
 mod lies;
+mod two_way;
 
 use std::time::Duration;
 

@@ -206,6 +206,8 @@ impl Running {
             | Reply::ExecStatus(_)
             | Reply::Execs(_)
             | Reply::File(_)
+            | Reply::Connected
+            | Reply::Listeners(_)
             | Reply::Written { .. } => None,
         }
         .ok_or_else(|| machine::Error::Misbehaved("a stat was answered with something else").into())
