@@ -9,6 +9,7 @@
 
 pub mod frame;
 pub mod hello;
+pub mod kernel;
 pub mod message;
 
 use std::time::Duration;

@@ -3,6 +3,8 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::kernel::{KernelRun, KernelStart, KernelStatus};
+
 /// # Panics
 /// Never: the types here have no map without length and no failing serializer.
 pub fn encode<T: Serialize>(message: &T) -> Vec<u8> {
@@ -96,6 +98,21 @@ pub enum Request {
     Dial { port: u16 },
     /// [`Reply::Listeners`].
     Listeners,
+    /// Of version 2. [`Reply::Done`]: where the guest has Python's kernel, one stands ready for the first session, and more
+    /// are begun without importing anything. Before a bake.
+    KernelPrepare,
+    /// Of version 2. [`KernelEvent`](crate::kernel::KernelEvent)s as `Content`, then a finish. A session with a kernel of
+    /// this language begins. An id that exists: [`ErrorCode::Conflict`].
+    KernelStart(KernelStart),
+    /// Of version 2. [`KernelEvent`](crate::kernel::KernelEvent)s as `Content`, then a finish. A reset ends the watching,
+    /// never the cell.
+    KernelRun(KernelRun),
+    /// Of version 2. Like [`Request::KernelStart`]: everything in the session ends, and it begins anew.
+    KernelRestart { id: String },
+    /// Of version 2. [`Reply::Done`]: the session is gone, with all its processes. Unknown: [`ErrorCode::NotFound`].
+    KernelEnd { id: String },
+    /// Of version 2. [`Reply::Kernels`], in the order of their starts.
+    KernelList,
 }
 
 impl Request {
@@ -123,7 +140,14 @@ impl Request {
             | Self::FileDelete { .. }
             | Self::DirList { .. }
             | Self::FileStat { .. } => 1,
-            Self::Dial { .. } | Self::Listeners => 2,
+            Self::Dial { .. }
+            | Self::Listeners
+            | Self::KernelPrepare
+            | Self::KernelStart(_)
+            | Self::KernelRun(_)
+            | Self::KernelRestart { .. }
+            | Self::KernelEnd { .. }
+            | Self::KernelList => 2,
         }
     }
 }
@@ -147,6 +171,8 @@ pub enum Reply {
     Connected,
     /// In no order, each address of a port once.
     Listeners(Vec<Listener>),
+    /// Of version 2.
+    Kernels(Vec<KernelStatus>),
 }
 
 /// Everything by which a clone becomes a machine of its own.

@@ -8,6 +8,9 @@ use std::mem::{Discriminant, discriminant};
 
 use protocol::frame::{self, Channel, Kind};
 use protocol::hello::{self, Hello};
+use protocol::kernel::{
+    CellEnd, KernelEnd, KernelEvent, KernelRun, KernelStart, KernelState, KernelStatus,
+};
 use protocol::message::{
     Command, Entry, EntryKind, ErrorCode, ExecStart, ExecState, ExecStatus, Failure, FileHead,
     FileRead, FileWrite, Listener, ListenerProcess, Mount, Network, ReadRange, Repair, decode,
@@ -110,6 +113,14 @@ fn requests() -> Vec<(Request, &'static str)> {
         only_new: false,
         size: Some(1 << 33),
     };
+    let start = KernelStart {
+        id: "k".into(),
+        language: "python".into(),
+        environment: vec![("KEY".into(), "value".into())],
+        working_directory: Some(path("/root")),
+    };
+    let run =
+        KernelRun { id: "k".into(), code: "1".into(), timeout_ms: 300, output_limit: 1 << 20 };
     vec![
         (Request::Ping, "00"),
         (
@@ -152,6 +163,12 @@ fn requests() -> Vec<(Request, &'static str)> {
         (Request::FileStat { path: path("/a") }, "14022f61"),
         (Request::Dial { port: 8080 }, "15903f"),
         (Request::Listeners, "16"),
+        (Request::KernelPrepare, "17"),
+        (Request::KernelStart(start), "18016b06707974686f6e01034b45590576616c756501052f726f6f74"),
+        (Request::KernelRun(run), "19016b0131ac02808040"),
+        (Request::KernelRestart { id: "k".into() }, "1a016b"),
+        (Request::KernelEnd { id: "k".into() }, "1b016b"),
+        (Request::KernelList, "1c"),
     ]
 }
 
@@ -208,7 +225,48 @@ fn replies() -> Vec<(Reply, &'static str)> {
         (Reply::Entries(vec![entry]), "0801022f610203ff038080a0bbd29df1fa31e80764010162"),
         (Reply::Connected, "09"),
         (Reply::Listeners(vec![listener]), "0a01903f007f00000101ac0207707974686f6e33"),
+        (
+            Reply::Kernels(vec![kernel(KernelState::Starting), kernel(KernelState::Dead)]),
+            "0b02016b017200016b017203",
+        ),
     ]
+}
+
+fn kernel(state: KernelState) -> KernelStatus {
+    KernelStatus { id: "k".into(), language: "r".into(), state }
+}
+
+fn kernel_events() -> Vec<(KernelEvent, &'static str)> {
+    let ended = |end| {
+        KernelEvent::Ended(KernelEnd { end, timed_out: true, truncated: false, duration_ms: 300 })
+    };
+    let failure = Failure { code: ErrorCode::Busy, message: "full".into() };
+    vec![
+        (KernelEvent::Ready, "00"),
+        (KernelEvent::Stdout(b"a".to_vec().into()), "010161"),
+        (KernelEvent::Stderr(b"b".to_vec().into()), "020162"),
+        (
+            KernelEvent::Result(vec![("text/plain".into(), "1".into())]),
+            "03010a746578742f706c61696e0131",
+        ),
+        (
+            KernelEvent::Error { name: "E".into(), value: "v".into(), traceback: "t".into() },
+            "04014501760174",
+        ),
+        (KernelEvent::TimedOut, "05"),
+        (ended(CellEnd::Finished), "06000100ac02"),
+        (ended(CellEnd::Failed), "06010100ac02"),
+        (ended(CellEnd::Restarted), "06020100ac02"),
+        (ended(CellEnd::Died { how: "exit 1".into() }), "0603066578697420310100ac02"),
+        (KernelEvent::Failed(failure), "070b0466756c6c"),
+    ]
+}
+
+#[test]
+fn events_of_kernels_are_written_as_ever() {
+    let golden = kernel_events();
+    check(&golden);
+    assert_eq!(kinds(&golden), 8);
 }
 
 #[test]
@@ -216,16 +274,16 @@ fn requests_are_written_as_ever() {
     let golden = requests();
     check(&golden);
     // Counts variants; one that is new belongs into the list.
-    assert_eq!(kinds(&golden), 23);
-    assert!(decode::<Request>(&[23]).is_err());
+    assert_eq!(kinds(&golden), 29);
+    assert!(decode::<Request>(&[29]).is_err());
 }
 
 #[test]
 fn replies_are_written_as_ever() {
     let golden = replies();
     check(&golden);
-    assert_eq!(kinds(&golden), 11);
-    assert!(decode::<Reply>(&[11]).is_err());
+    assert_eq!(kinds(&golden), 12);
+    assert!(decode::<Reply>(&[12]).is_err());
 }
 
 #[test]

@@ -261,6 +261,11 @@ impl Server {
             Request::ExecStart(_)
             | Request::ExecsForget { .. }
             | Request::FileDelete { .. }
+            | Request::KernelPrepare
+            | Request::KernelStart(_)
+            | Request::KernelRun(_)
+            | Request::KernelRestart { .. }
+            | Request::KernelEnd { .. }
             | Request::Sync
             | Request::VolumeGrow { .. } => true,
             Request::Quiesce => matches!(self.phase, Phase::Moving | Phase::Broken),
@@ -286,7 +291,8 @@ impl Server {
             | Request::DirList { .. }
             | Request::Dial { .. }
             | Request::Listeners
-            | Request::FileStat { .. } => false,
+            | Request::FileStat { .. }
+            | Request::KernelList => false,
         }
     }
 

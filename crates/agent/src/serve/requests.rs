@@ -139,6 +139,14 @@ impl Server {
                 self.stat_file(stream, path.into_vec());
                 Ok(None)
             }
+            Request::KernelPrepare
+            | Request::KernelStart(_)
+            | Request::KernelRun(_)
+            | Request::KernelRestart { .. }
+            | Request::KernelEnd { .. }
+            | Request::KernelList => {
+                Err(refuse(ErrorCode::Invalid, "the agent in this sandbox runs no kernels"))
+            }
         }
     }
 }

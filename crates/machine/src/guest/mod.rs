@@ -17,6 +17,7 @@ use tokio::net::UnixStream;
 
 pub use protocol::QUIESCE_LIMIT;
 pub use protocol::frame::Channel;
+pub use protocol::kernel::{self, CellEnd, KernelEvent, KernelRun, KernelStart, KernelState};
 pub use protocol::message::*;
 
 pub use self::stream::{Event, Stream};

@@ -453,7 +453,8 @@ fn is_whole_answer(reply: &Reply) -> bool {
         | Reply::ExecStatus(_)
         | Reply::Execs(_)
         | Reply::Listeners(_)
-        | Reply::Written { .. } => true,
+        | Reply::Written { .. }
+        | Reply::Kernels(_) => true,
         Reply::ExecStarted { .. }
         | Reply::ExecEnded(_)
         | Reply::File(_)
