@@ -197,14 +197,10 @@ impl Running {
     /// # Errors
     /// 404 when it is missing.
     pub async fn stat_file(&self, path: PathBytes) -> Result<Entry, Error> {
-        let found = match self.guest.call(Request::FileStat { path }, DEADLINE).await? {
-            Reply::Entries(entries) => entries.into_iter().next(),
-            // Whatever else a guest says.
-            _ => None,
-        };
-        found.ok_or_else(|| {
-            machine::Error::Misbehaved("a stat was answered with something else").into()
-        })
+        let misbehaved = || machine::Error::Misbehaved("a stat was answered with something else");
+        let reply = self.guest.call(Request::FileStat { path }, DEADLINE).await?;
+        let Reply::Entries(entries) = reply else { return Err(misbehaved().into()) };
+        entries.into_iter().next().ok_or_else(|| misbehaved().into())
     }
 }
 
