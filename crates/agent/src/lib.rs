@@ -11,6 +11,7 @@ mod reaper;
 mod repair;
 mod serve;
 mod state;
+mod terminal;
 mod users;
 mod workers;
 

@@ -16,6 +16,8 @@ pub(crate) struct User {
     pub(crate) groups: Vec<u32>,
     pub(crate) name: String,
     pub(crate) home: Vec<u8>,
+    /// Of a login; empty: none is named.
+    pub(crate) shell: String,
 }
 
 /// Both files' text, so that rules can be tested without them.
@@ -61,8 +63,10 @@ impl Accounts {
             let (Ok(uid), Ok(gid)) = (uid.parse(), gid.parse()) else { continue };
             if name == wanted || number == Some(uid) {
                 let home = if home.is_empty() { "/" } else { home };
+                let shell = fields.next().unwrap_or_default().to_owned();
                 let groups = self.groups_of(name, gid);
-                return Ok(User { uid, gid, groups, name: name.to_owned(), home: home.into() });
+                let (name, home) = (name.to_owned(), home.into());
+                return Ok(User { uid, gid, groups, name, home, shell });
             }
         }
         // u32::MAX means "leave as it is" to the system calls.
@@ -73,6 +77,7 @@ impl Accounts {
                 groups: vec![0],
                 name: "root".to_owned(),
                 home: b"/root".to_vec(),
+                shell: String::new(),
             }),
             Some(uid) => Ok(User {
                 uid,
@@ -80,6 +85,7 @@ impl Accounts {
                 groups: vec![uid],
                 name: wanted.to_owned(),
                 home: b"/".to_vec(),
+                shell: String::new(),
             }),
             None if wanted == "root" => self.user("0"),
             None => Err(refuse(

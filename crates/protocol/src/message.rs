@@ -113,6 +113,35 @@ pub enum Request {
     KernelEnd { id: String },
     /// Of version 2. [`Reply::Kernels`], in the order of their starts.
     KernelList,
+    /// Begins a terminal and attaches to it, as [`Request::TerminalAttach`] does. An id that exists already:
+    /// [`ErrorCode::Conflict`], nothing is begun.
+    TerminalOpen(TerminalOpen),
+    /// [`Reply::TerminalAttached`], then `Content` data: what is remembered of the output from `offset` on, or all of it, and
+    /// what follows. `Content` data from the host is typed. After the last byte [`Reply::TerminalEnded`] and a finish. Whoever
+    /// was attached before is told [`ErrorCode::Conflict`]. A reset detaches; so does a new epoch.
+    TerminalAttach { id: String, offset: Option<u64>, size: Option<WindowSize> },
+    /// [`Reply::Done`].
+    TerminalResize { id: String, size: WindowSize },
+    /// [`Reply::Done`]: to what is in the foreground.
+    TerminalSignal { id: String, signal: u8 },
+    /// [`Reply::Done`]: the line is dropped (HUP), and what is left of it killed after the grace. Idempotent.
+    TerminalEnd { id: String, grace_ms: u32 },
+    /// [`Reply::Terminals`], the oldest first.
+    TerminalList,
+
+    /// As the request inside is answered, with the rights of this user on files: a name or number, also `user:group`. What is
+    /// made belongs to them, unless the request names another owner.
+    FileAs { user: String, request: FileRequest },
+}
+
+/// What [`Request::FileAs`] may hold.
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq)]
+pub enum FileRequest {
+    Read(FileRead),
+    Write(FileWrite),
+    Delete { path: PathBytes },
+    List { path: PathBytes, depth: u32 },
+    Stat { path: PathBytes },
 }
 
 impl Request {
@@ -147,7 +176,14 @@ impl Request {
             | Self::KernelRun(_)
             | Self::KernelRestart { .. }
             | Self::KernelEnd { .. }
-            | Self::KernelList => 2,
+            | Self::KernelList
+            | Self::TerminalOpen(_)
+            | Self::TerminalAttach { .. }
+            | Self::TerminalResize { .. }
+            | Self::TerminalSignal { .. }
+            | Self::TerminalEnd { .. }
+            | Self::TerminalList
+            | Self::FileAs { .. } => 2,
         }
     }
 }
@@ -173,6 +209,15 @@ pub enum Reply {
     Listeners(Vec<Listener>),
     /// Of version 2.
     Kernels(Vec<KernelStatus>),
+    /// Where the data that follows begins, in bytes of output since the terminal began.
+    TerminalAttached {
+        offset: u64,
+    },
+    /// 128 + n for a death by signal n.
+    TerminalEnded {
+        exit_code: i32,
+    },
+    Terminals(Vec<TerminalStatus>),
 }
 
 /// Everything by which a clone becomes a machine of its own.
@@ -237,6 +282,49 @@ impl std::fmt::Debug for ExecStart {
             .field("timeout_ms", &self.timeout_ms)
             .finish_non_exhaustive()
     }
+}
+
+#[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct TerminalOpen {
+    /// Like that of an exec.
+    pub id: String,
+    /// `None`: the user's login shell.
+    pub command: Option<Command>,
+    pub working_directory: Option<PathBytes>,
+    pub environment: Vec<(String, String)>,
+    pub user: Option<String>,
+    pub size: WindowSize,
+    /// How long it goes on with nobody attached, in the guest's time.
+    pub linger_ms: u64,
+}
+
+impl std::fmt::Debug for TerminalOpen {
+    /// The environment and the command may hold secrets.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("TerminalOpen")
+            .field("id", &self.id)
+            .field("size", &self.size)
+            .field("linger_ms", &self.linger_ms)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug, Clone, Copy, Serialize, Deserialize, PartialEq, Eq)]
+pub struct WindowSize {
+    pub rows: u16,
+    pub columns: u16,
+}
+
+#[derive(Debug, Clone, Serialize, Deserialize, PartialEq, Eq)]
+pub struct TerminalStatus {
+    pub id: String,
+    pub user: String,
+    pub size: WindowSize,
+    pub attached: bool,
+    /// `None`: it goes on.
+    pub exit_code: Option<i32>,
+    pub output_bytes: u64,
+    pub age_ms: u64,
 }
 
 #[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]

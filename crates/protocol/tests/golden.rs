@@ -13,8 +13,8 @@ use protocol::kernel::{
 };
 use protocol::message::{
     Command, Entry, EntryKind, ErrorCode, ExecStart, ExecState, ExecStatus, Failure, FileHead,
-    FileRead, FileWrite, Listener, ListenerProcess, Mount, Network, ReadRange, Repair, decode,
-    encode,
+    FileRead, FileRequest, FileWrite, Listener, ListenerProcess, Mount, Network, ReadRange, Repair,
+    TerminalOpen, TerminalStatus, WindowSize, decode, encode,
 };
 use protocol::{Reply, Request};
 use serde::Serialize;
@@ -67,6 +67,26 @@ fn path(text: &str) -> protocol::message::PathBytes {
 
 fn mount(slot: u8) -> Mount {
     Mount { slot, path: path("/mnt/data"), read_only: slot >= protocol::WRITABLE_SLOTS }
+}
+
+fn window() -> WindowSize {
+    WindowSize { rows: 24, columns: 300 }
+}
+
+fn terminal(command: Option<Command>) -> TerminalOpen {
+    TerminalOpen {
+        id: "t-1".into(),
+        command,
+        working_directory: Some(path("/root")),
+        environment: vec![("TERM".into(), "xterm".into())],
+        user: Some("panda".into()),
+        size: window(),
+        linger_ms: 300_000,
+    }
+}
+
+fn as_panda(request: FileRequest) -> Request {
+    Request::FileAs { user: "panda".into(), request }
 }
 
 fn requests() -> Vec<(Request, &'static str)> {
@@ -155,7 +175,7 @@ fn requests() -> Vec<(Request, &'static str)> {
         ),
         (Request::FileRead(read(Some(ReadRange::Last(9)))), "10022f6101010901032231220103223222"),
         (
-            Request::FileWrite(write),
+            Request::FileWrite(write.clone()),
             "11022f6101a003010b70616e64613a75736572730101012a00018080808020",
         ),
         (Request::FileDelete { path: path("/a") }, "12022f61"),
@@ -169,6 +189,30 @@ fn requests() -> Vec<(Request, &'static str)> {
         (Request::KernelRestart { id: "k".into() }, "1a016b"),
         (Request::KernelEnd { id: "k".into() }, "1b016b"),
         (Request::KernelList, "1c"),
+        (
+            Request::TerminalOpen(terminal(None)),
+            "1d03742d310001052f726f6f7401045445524d05787465726d010570616e646118ac02e0a712",
+        ),
+        (
+            Request::TerminalOpen(terminal(Some(Command::Script(b"top".to_vec().into())))),
+            "1d03742d31010003746f7001052f726f6f7401045445524d05787465726d010570616e646118ac02e0a712",
+        ),
+        (
+            Request::TerminalAttach { id: "t-1".into(), offset: Some(300), size: Some(window()) },
+            "1e03742d3101ac020118ac02",
+        ),
+        (Request::TerminalResize { id: "t-1".into(), size: window() }, "1f03742d3118ac02"),
+        (Request::TerminalSignal { id: "t-1".into(), signal: 2 }, "2003742d3102"),
+        (Request::TerminalEnd { id: "t-1".into(), grace_ms: 5000 }, "2103742d318827"),
+        (Request::TerminalList, "22"),
+        (as_panda(FileRequest::Read(read(None))), "230570616e646100022f610001032231220103223222"),
+        (
+            as_panda(FileRequest::Write(FileWrite { size: None, ..write })),
+            "230570616e646101022f6101a003010b70616e64613a75736572730101012a0000",
+        ),
+        (as_panda(FileRequest::Delete { path: path("/a") }), "230570616e646102022f61"),
+        (as_panda(FileRequest::List { path: path("/a"), depth: 2 }), "230570616e646103022f6102"),
+        (as_panda(FileRequest::Stat { path: path("/a") }), "230570616e646104022f61"),
     ]
 }
 
@@ -229,6 +273,20 @@ fn replies() -> Vec<(Reply, &'static str)> {
             Reply::Kernels(vec![kernel(KernelState::Starting), kernel(KernelState::Dead)]),
             "0b02016b017200016b017203",
         ),
+        (Reply::TerminalAttached { offset: 300 }, "0cac02"),
+        (Reply::TerminalEnded { exit_code: 129 }, "0d8202"),
+        (
+            Reply::Terminals(vec![TerminalStatus {
+                id: "t-1".into(),
+                user: "panda".into(),
+                size: window(),
+                attached: true,
+                exit_code: Some(-1),
+                output_bytes: 300,
+                age_ms: 300,
+            }]),
+            "0e0103742d310570616e646118ac02010101ac02ac02",
+        ),
     ]
 }
 
@@ -274,16 +332,16 @@ fn requests_are_written_as_ever() {
     let golden = requests();
     check(&golden);
     // Counts variants; one that is new belongs into the list.
-    assert_eq!(kinds(&golden), 29);
-    assert!(decode::<Request>(&[29]).is_err());
+    assert_eq!(kinds(&golden), 36);
+    assert!(decode::<Request>(&[36]).is_err());
 }
 
 #[test]
 fn replies_are_written_as_ever() {
     let golden = replies();
     check(&golden);
-    assert_eq!(kinds(&golden), 12);
-    assert!(decode::<Reply>(&[12]).is_err());
+    assert_eq!(kinds(&golden), 15);
+    assert!(decode::<Reply>(&[15]).is_err());
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use std::ffi::CString;
 use std::os::fd::OwnedFd;
 
-use protocol::message::{Command, ErrorCode, ExecStart, Failure};
+use protocol::message::{Command, ErrorCode, ExecStart, Failure, PathBytes, TerminalOpen};
 use rustix::fs::{Access, MemfdFlags, access, memfd_create};
 
 use crate::failure::{failed, refuse, shown};
@@ -31,23 +31,66 @@ pub(crate) struct Plan {
     pub(crate) any_directory: bool,
     /// `None`: root, as we are.
     pub(crate) user: Option<User>,
+    pub(crate) user_name: String,
     pub(crate) script: Option<OwnedFd>,
     /// The directory or program may lie on a file system that never answers: not to be waited for by the main loop.
     pub(crate) may_hang: bool,
 }
 
-pub(crate) fn plan(request: &ExecStart) -> Result<Plan, Failure> {
-    let user = match request.user.as_deref() {
-        None | Some("" | "root" | "0") => None,
+/// What is to run, and where, and as whom.
+pub(crate) struct Wanted<'a> {
+    /// `None`: the user's login shell.
+    pub(crate) command: Option<&'a Command>,
+    pub(crate) working_directory: Option<&'a PathBytes>,
+    pub(crate) environment: &'a [(String, String)],
+    pub(crate) user: Option<&'a str>,
+}
+
+impl<'a> Wanted<'a> {
+    pub(crate) fn of_exec(request: &'a ExecStart) -> Self {
+        Self {
+            command: Some(&request.command),
+            working_directory: request.working_directory.as_ref(),
+            environment: &request.environment,
+            user: request.user.as_deref(),
+        }
+    }
+
+    pub(crate) fn of_terminal(request: &'a TerminalOpen) -> Self {
+        Self {
+            command: request.command.as_ref(),
+            working_directory: request.working_directory.as_ref(),
+            environment: &request.environment,
+            user: request.user.as_deref(),
+        }
+    }
+}
+
+pub(crate) fn plan(request: &Wanted<'_>) -> Result<Plan, Failure> {
+    let user = match request.user {
+        // Most commands: no file has to be read.
+        None | Some("" | "root" | "0") if request.command.is_some() => None,
+        None | Some("") => Some(Accounts::read().find("root")?),
         Some(user) => Some(Accounts::read().find(user)?),
     };
     let (home, name) =
         user.as_ref().map_or((&b"/root"[..], "root"), |user| (&user.home[..], &user.name[..]));
+    let login_shell = user.as_ref().map_or("", |user| &user.shell);
     let (directory, any_directory) = match &request.working_directory {
         Some(directory) => (path::resolve(directory)?, false),
         None => (home.to_vec(), true),
     };
-    let environment = environment(&request.environment, home, name)?;
+    let mut environment = environment(request.environment, home, name)?;
+    let login = match request.command {
+        Some(_) => None,
+        None => Some(login(login_shell)?),
+    };
+    if let Some((program, _)) = &login
+        && !request.environment.iter().any(|(name, _)| name == "SHELL")
+    {
+        environment.push(text([b"SHELL=", program.to_bytes()].concat(), "SHELL")?);
+    }
+    let name = name.to_owned();
     let mut plan = Plan {
         programs: Vec::new(),
         arguments: Vec::new(),
@@ -57,16 +100,18 @@ pub(crate) fn plan(request: &ExecStart) -> Result<Plan, Failure> {
         may_hang: !any_directory,
         user: user.filter(|user| user.uid != 0 || user.gid != 0 || user.groups != [0]),
         script: None,
+        user_name: name,
     };
-    match &request.command {
+    let Some(command) = request.command else {
+        let (program, shell_name) = login.expect("there is one where no command is");
+        plan.programs.push(program);
+        plan.arguments.push(shell_name);
+        plan.may_hang = true;
+        return Ok(plan);
+    };
+    match command {
         Command::Script(script) => {
-            let shell = shell();
-            let (program, shell_name) = shell.ok_or_else(|| {
-                refuse(
-                    ErrorCode::Invalid,
-                    "this sandbox has no shell (bash or sh); give the command as arguments",
-                )
-            })?;
+            let (program, shell_name) = shell().ok_or_else(no_shell)?;
             plan.programs.push(program);
             plan.arguments.push(shell_name);
             plan.arguments.push(c"-c".to_owned());
@@ -102,6 +147,26 @@ pub(crate) fn plan(request: &ExecStart) -> Result<Plan, Failure> {
         }
     }
     Ok(plan)
+}
+
+fn no_shell() -> Failure {
+    let message = "this sandbox has no shell (bash or sh); give the command as arguments";
+    refuse(ErrorCode::Invalid, message)
+}
+
+/// Path and name of the shell that a user gets at a login: theirs if there is such a program, else one for scripts. By the
+/// dash it knows that it is one.
+fn login(theirs: &str) -> Result<(CString, CString), Failure> {
+    let named =
+        Some(theirs).filter(|path| path.starts_with('/') && access(*path, Access::EXEC_OK).is_ok());
+    let program = match named {
+        Some(path) => text(path.as_bytes().to_vec(), "the login shell")?,
+        None => shell().ok_or_else(no_shell)?.0,
+    };
+    let path = program.to_bytes();
+    let name = &path[path.iter().rposition(|&byte| byte == b'/').map_or(0, |slash| slash + 1)..];
+    let name = text([b"-", name].concat(), "the login shell")?;
+    Ok((program, name))
 }
 
 /// Path and name of the shell for scripts.
@@ -202,6 +267,26 @@ mod tests {
         }
     }
 
+    fn planned(request: &ExecStart) -> Result<Plan, Failure> {
+        plan(&Wanted::of_exec(request))
+    }
+
+    #[test]
+    fn a_login_shell_is_the_users_if_there_is_one_and_knows_what_it_is() {
+        let login = |theirs| {
+            login(theirs)
+                .map(|(program, name)| {
+                    (program.into_string().unwrap(), name.into_string().unwrap())
+                })
+                .unwrap()
+        };
+        assert_eq!(login("/bin/sh"), ("/bin/sh".to_owned(), "-sh".to_owned()));
+        for none in ["", "/bin/no-such-shell", "sh"] {
+            let (program, name) = login(none);
+            assert_eq!(Some(&name[1..]), program.rsplit('/').next());
+        }
+    }
+
     fn script(bytes: &[u8]) -> Command {
         Command::Script(bytes.to_vec().into())
     }
@@ -210,7 +295,7 @@ mod tests {
     fn the_last_value_of_a_variable_counts_and_defaults_give_way() {
         let mut request = request(script(b"true"));
         request.environment.push(("HOME".to_owned(), "/h".to_owned()));
-        let plan = plan(&request).unwrap();
+        let plan = planned(&request).unwrap();
         let all: Vec<_> = plan.environment.iter().map(|variable| variable.to_bytes()).collect();
         assert!(all.contains(&&b"A=two\n'\"$"[..]) && all.contains(&&b"HOME=/h"[..]));
         assert_eq!(
@@ -221,8 +306,8 @@ mod tests {
 
     #[test]
     fn only_a_script_that_fits_no_argument_is_handed_over_as_a_file() {
-        assert!(plan(&request(script(&[b'#'; LONGEST_ARGUMENT - 1]))).unwrap().script.is_none());
-        assert!(plan(&request(script(&[b'#'; LONGEST_ARGUMENT]))).unwrap().script.is_some());
+        assert!(planned(&request(script(&[b'#'; LONGEST_ARGUMENT - 1]))).unwrap().script.is_none());
+        assert!(planned(&request(script(&[b'#'; LONGEST_ARGUMENT]))).unwrap().script.is_some());
     }
 
     #[test]
@@ -230,7 +315,7 @@ mod tests {
         let mut nameless = request(script(b"true"));
         nameless.environment.push((String::new(), String::new()));
         for bad in [request(script(b"a\0b")), request(Command::Arguments(Vec::new())), nameless] {
-            assert_eq!(plan(&bad).unwrap_err().code, ErrorCode::Invalid);
+            assert_eq!(planned(&bad).unwrap_err().code, ErrorCode::Invalid);
         }
     }
 }

@@ -201,13 +201,7 @@ impl Execs {
 
     /// Whether an exec under `id` may begin.
     pub(crate) fn admit(&self, id: &str) -> Result<(), Failure> {
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
-        if id.is_empty() || id.len() > LONGEST_ID || !id.bytes().all(plain) {
-            return Err(refuse(
-                ErrorCode::Invalid,
-                "an exec's id consists of 1 to 128 letters, digits, '.', '_' and '-'",
-            ));
-        }
+        check_id(id, "an exec")?;
         if self.by_id.contains_key(id) {
             return Err(refuse(ErrorCode::Conflict, format!("there is an exec {id} already")));
         }
@@ -420,6 +414,16 @@ impl Execs {
     pub(crate) fn running(&self) -> usize {
         self.running
     }
+}
+
+pub(crate) fn check_id(id: &str, of: &str) -> Result<(), Failure> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    if id.is_empty() || id.len() > LONGEST_ID || !id.bytes().all(plain) {
+        let message =
+            format!("the id of {of} consists of 1 to 128 letters, digits, '.', '_' and '-'");
+        return Err(refuse(ErrorCode::Invalid, message));
+    }
+    Ok(())
 }
 
 /// Much later than any use of it, and still a point in time.

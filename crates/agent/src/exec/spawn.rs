@@ -23,6 +23,8 @@ pub(crate) struct Descriptors<'a> {
     pub(crate) stdin: BorrowedFd<'a>,
     pub(crate) stdout: BorrowedFd<'a>,
     pub(crate) stderr: BorrowedFd<'a>,
+    /// They are a terminal, which controls the new session.
+    pub(crate) controls: bool,
 }
 
 #[derive(Debug)]
@@ -49,6 +51,7 @@ struct Order {
     stdout: RawFd,
     stderr: RawFd,
     script: RawFd,
+    controls: bool,
     user: Option<(u32, u32, *const u32, usize)>,
     directory: *const c_char,
     any_directory: bool,
@@ -153,6 +156,7 @@ fn try_spawn(
         stdout: descriptors.stdout.as_raw_fd(),
         stderr: descriptors.stderr.as_raw_fd(),
         script: plan.script.as_ref().map_or(-1, AsRawFd::as_raw_fd),
+        controls: descriptors.controls,
         user: plan
             .user
             .as_ref()
@@ -299,6 +303,9 @@ fn become_program(order: &Order) -> Failed {
             if descriptor >= 0 && libc::dup2(descriptor, number) < 0 {
                 return (Step::Descriptors, *libc::__errno_location(), 0);
             }
+        }
+        if order.controls && libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+            return (Step::Descriptors, *libc::__errno_location(), 0);
         }
         if order.script >= 0 {
             libc::syscall(libc::SYS_close_range, 3, SCRIPT - 1, 0);

@@ -42,17 +42,19 @@ pub(crate) fn delete(given: &[u8]) -> Result<(), Failure> {
         Err(Errno::NOENT | Errno::NOTDIR) => return Ok(()),
         Err(error) => return Err(fail(error)),
     };
-    match unlinkat(&parent, name, AtFlags::empty()) {
+    let refused = match unlinkat(&parent, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => return Ok(()),
-        Err(Errno::ISDIR | Errno::PERM | Errno::BUSY) => {}
+        Err(error @ (Errno::ISDIR | Errno::PERM | Errno::BUSY)) => error,
         Err(error) => return Err(fail(error)),
-    }
+    };
     if let Some(mounted) = mount_below(&parent, name) {
         let message = format!("{} is a mounted file system; unmount it first", shown(&mounted));
         return Err(refuse(ErrorCode::Denied, message));
     }
     match delete_directory(&parent, name) {
         Ok(()) => Ok(()),
+        // It is no directory after all: an immutable file, or another's in a directory for all.
+        Err(Errno::NOTDIR | Errno::LOOP) => Err(fail(refused)),
         Err(error) => Err(fail(error)),
     }
 }

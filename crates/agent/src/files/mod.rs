@@ -1,6 +1,7 @@
 //! Files of the guest. Everything here may block on a disk and therefore runs on a worker; nothing here holds more than
 //! a few hundred KiB, whatever the size of a file or directory.
 
+pub(crate) mod acting;
 pub(crate) mod delete;
 pub(crate) mod list;
 pub(crate) mod path;

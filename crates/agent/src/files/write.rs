@@ -11,6 +11,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 
+use super::acting::{Someone, acting_as};
 use super::{any_matches, etag, path, read::is_made_up};
 use crate::failure::{failed, refuse, shown};
 use crate::users::Accounts;
@@ -24,6 +25,7 @@ const DEFAULT_MODE: u32 = 0o644;
 /// A file on its way. Dropped before [`Writer::commit`], it leaves nothing behind.
 pub(crate) struct Writer {
     request: FileWrite,
+    user: Someone,
     /// Where the file will appear: the end of all links.
     path: Vec<u8>,
     directory: OwnedFd,
@@ -42,7 +44,12 @@ struct Temporary {
 }
 
 impl Writer {
-    pub(crate) fn begin(request: FileWrite) -> Result<Self, Failure> {
+    pub(crate) fn begin(request: FileWrite, user: Someone) -> Result<Self, Failure> {
+        let acting = user.clone();
+        acting_as(acting.as_deref(), || Self::begin_acting(request, user))
+    }
+
+    fn begin_acting(request: FileWrite, user: Someone) -> Result<Self, Failure> {
         let asked = path::resolve(&request.path)?;
         let owner = match &request.owner {
             None => None,
@@ -64,6 +71,9 @@ impl Writer {
         }
         let present = look(&directory, name).map_err(|error| failed("write", &path, error))?;
         check(&request, &path, present.as_ref())?;
+        if user.is_some() && present.is_some() {
+            check_writable(&directory, name).map_err(|error| failed("write", &path, error))?;
+        }
         if let Some(wanted) = request.size {
             let room =
                 fstatvfs(&directory).map(|system| system.f_bfree.saturating_mul(system.f_frsize));
@@ -74,7 +84,8 @@ impl Writer {
         let temporary =
             Temporary::create(&directory).map_err(|error| failed("write", &path, error))?;
         let name = name.to_vec();
-        Ok(Self { request, directory, name, temporary, owner, written: 0, written_back: 0, path })
+        let (written, written_back) = (0, 0);
+        Ok(Self { request, user, directory, name, temporary, owner, written, written_back, path })
     }
 
     pub(crate) fn append(&mut self, pieces: &[Vec<u8>]) -> Result<(), Failure> {
@@ -110,18 +121,28 @@ impl Writer {
     }
 
     /// The file takes its place: bytes and etag.
-    pub(crate) fn commit(mut self) -> Result<(u64, String), Failure> {
+    pub(crate) fn commit(self) -> Result<(u64, String), Failure> {
+        let user = self.user.clone();
+        acting_as(user.as_deref(), || self.commit_acting())
+    }
+
+    fn commit_acting(mut self) -> Result<(u64, String), Failure> {
         let fail = |error| failed("write", &self.path, error);
         let present = look(&self.directory, &self.name).map_err(fail)?;
         check(&self.request, &self.path, present.as_ref())?;
         let file = &self.temporary.file;
-        let (user, group) = match (self.owner, &present) {
-            (Some((user, group)), _) => (Some(user), Some(group)),
-            (None, Some(old)) => (Some(old.st_uid), Some(old.st_gid)),
-            (None, None) => (None, None),
+        let owner = match (self.owner, &present, &self.user) {
+            (Some(owner), _, _) => Some(owner),
+            (None, Some(old), None) => Some((old.st_uid, old.st_gid)),
+            // Theirs, as it was made.
+            (None, Some(_), Some(_)) | (None, None, _) => None,
         };
-        if user.is_some() {
-            fchown(file, user.map(Uid::from_raw), group.map(Gid::from_raw)).map_err(fail)?;
+        if let Some((user, group)) = owner {
+            let (user, group) = (Some(Uid::from_raw(user)), Some(Gid::from_raw(group)));
+            fchown(file, user, group).map_err(fail)?;
+        }
+        if self.user.is_some() && present.is_some() {
+            check_writable(&self.directory, &self.name).map_err(fail)?;
         }
         // After the change of owner, which takes set-uid bits away.
         let mode =
@@ -169,7 +190,15 @@ impl Temporary {
     fn appear(&mut self, directory: &OwnedFd, name: &[u8], only_new: bool) -> Result<(), Errno> {
         if self.name.is_none() {
             // By its descriptor, for which root needs no `/proc`.
-            let link = |name: &[u8]| linkat(&self.file, "", directory, name, AtFlags::EMPTY_PATH);
+            let link =
+                |name: &[u8]| match linkat(&self.file, "", directory, name, AtFlags::EMPTY_PATH) {
+                    // Not for a user.
+                    Err(Errno::NOENT | Errno::PERM) => {
+                        let file = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+                        linkat(CWD, file, directory, name, AtFlags::SYMLINK_FOLLOW)
+                    }
+                    linked => linked,
+                };
             if only_new {
                 return link(name);
             }
@@ -222,6 +251,17 @@ fn look(directory: &OwnedFd, name: &[u8]) -> Result<Option<Stat>, Errno> {
     match statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => Ok(Some(stat)),
         Err(Errno::NOENT) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Whoever may put a file in its place might still not be allowed to write into it.
+fn check_writable(directory: &OwnedFd, name: &[u8]) -> Result<(), Errno> {
+    let flags =
+        OFlags::WRONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::NOCTTY | OFlags::CLOEXEC;
+    match openat(directory, name, flags, Mode::empty()) {
+        // A program that runs, or a link that has just come: replaced, not written into.
+        Ok(_) | Err(Errno::TXTBSY | Errno::LOOP | Errno::NOENT) => Ok(()),
         Err(error) => Err(error),
     }
 }

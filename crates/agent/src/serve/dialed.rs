@@ -80,6 +80,7 @@ impl Server {
             Role::Dialed(dialed) => Role::Dialed(Dialed { socket, connecting, ..dialed }),
             Role::Opening { .. }
             | Role::Watching(_)
+            | Role::Attached(_)
             | Role::Reading(_)
             | Role::Writing(_)
             | Role::Listing(_)

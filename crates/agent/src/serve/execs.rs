@@ -13,7 +13,7 @@ use rustix::process::Signal;
 
 use super::stream::{Role, Watch};
 use super::{Done, Server, Source};
-use crate::exec::command::{self, Plan};
+use crate::exec::command::{self, Plan, Wanted};
 use crate::exec::output::{Memory, Position, Taken, drop_from};
 use crate::exec::spawn::{Descriptors, Spawned, spawn};
 use crate::exec::{Exec, Serial, Stdin, Stop, after};
@@ -47,6 +47,7 @@ impl Start {
             stdin: self.stdin.as_ref().unwrap_or(&self.nowhere).as_fd(),
             stdout: self.stdout.as_fd(),
             stderr: self.stderr.as_fd(),
+            controls: false,
         };
         let group = self.group.as_ref().map(AsFd::as_fd);
         self.result = Some(spawn(&mut self.plan, &descriptors, group, self.with_pidfd));
@@ -60,7 +61,7 @@ impl Server {
             return Err(refuse(ErrorCode::Conflict, message));
         }
         self.execs.admit(&request.id)?;
-        let plan = command::plan(&request)?;
+        let plan = command::plan(&Wanted::of_exec(&request))?;
         let fail = |error| failed("make the pipes of", request.id.as_bytes(), error);
         let pipe = || pipe_with(PipeFlags::CLOEXEC).map_err(fail);
         let (stdout, child_stdout) = pipe()?;
@@ -369,10 +370,12 @@ impl Server {
         }
     }
 
-    /// Of an exec, or any orphan.
-    fn main_process_ended(&mut self, pid: i32, exit_code: i32) {
+    /// Of an exec, a terminal, or any orphan.
+    pub(crate) fn main_process_ended(&mut self, pid: i32, exit_code: i32) {
         let Some(serial) = self.execs.take_pid(pid) else {
-            if self.starting > 0 {
+            if let Some(serial) = self.terminals.take_pid(pid) {
+                self.terminal_process_ended(serial, exit_code);
+            } else if self.starting > 0 {
                 self.early.insert(pid, exit_code);
             }
             return;
@@ -481,6 +484,7 @@ impl Server {
                 exec.signal(Signal::KILL);
             }
         }
+        self.act_on_terminals();
         self.act_on_quiet();
         self.go_on_shutting_down();
     }
@@ -491,6 +495,7 @@ impl Server {
         for exec in running {
             exec.signal(Signal::KILL);
         }
+        self.end_terminals();
         for (_, exec) in self.execs.all_mut() {
             if let (Some(pidfd), pid) = (exec.pidfd.take(), exec.pid) {
                 reaper::bury(&pidfd, pid);

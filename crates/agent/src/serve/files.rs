@@ -9,6 +9,7 @@ use protocol::message::{Entry, Failure, FileHead, FileRead, FileWrite};
 
 use super::stream::{Listed, Reading, Role, WriteState, Writing};
 use super::{Done, Server};
+use crate::files::acting::{Someone, acting_as};
 use crate::files::list::Listing;
 use crate::files::read::Reader;
 use crate::files::write::Writer;
@@ -36,42 +37,47 @@ impl Server {
         self.workers.submit(move || Done::File { epoch, stream, result: work() });
     }
 
-    pub(crate) fn read_file(&mut self, stream: u32, request: FileRead) {
+    pub(crate) fn read_file(&mut self, stream: u32, user: Someone, request: FileRead) {
         self.submit(stream, move || {
-            FileResult::Opened(read::open(&request).and_then(|(head, mut reader)| {
+            FileResult::Opened(acting_as(user.as_deref(), || {
+                let (head, mut reader) = read::open(&request)?;
                 let frames = reader.next_frames()?;
                 Ok((head, reader, frames))
             }))
         });
     }
 
-    pub(crate) fn delete_file(&mut self, stream: u32, path: Vec<u8>) {
+    pub(crate) fn delete_file(&mut self, stream: u32, user: Someone, path: Vec<u8>) {
         self.submit(stream, move || {
-            FileResult::Answer(delete::delete(&path).map(|()| Reply::Done))
+            let deleted = acting_as(user.as_deref(), || delete::delete(&path));
+            FileResult::Answer(deleted.map(|()| Reply::Done))
         });
     }
 
-    pub(crate) fn stat_file(&mut self, stream: u32, path: Vec<u8>) {
+    pub(crate) fn stat_file(&mut self, stream: u32, user: Someone, path: Vec<u8>) {
         self.submit(stream, move || {
-            FileResult::Answer(list::stat(&path).map(|entry| Reply::Entries(vec![entry])))
+            let found = acting_as(user.as_deref(), || list::stat(&path));
+            FileResult::Answer(found.map(|entry| Reply::Entries(vec![entry])))
         });
     }
 
-    pub(crate) fn list_directory(&mut self, stream: u32, path: Vec<u8>, depth: u32) {
+    pub(crate) fn list_directory(&mut self, stream: u32, user: Someone, path: Vec<u8>, depth: u32) {
         if let Some(found) = self.streams.get_mut(&stream) {
-            found.role = Role::Listing(Listed { listing: None, batch: None });
+            let user = user.clone();
+            found.role = Role::Listing(Listed { user, listing: None, batch: None });
         }
         self.submit(stream, move || {
-            FileResult::Listed(Listing::begin(&path, depth).and_then(|mut listing| {
+            FileResult::Listed(acting_as(user.as_deref(), || {
+                let mut listing = Listing::begin(&path, depth)?;
                 let (batch, at_end) = listing.next_batch()?;
                 Ok((listing, batch, at_end))
             }))
         });
     }
 
-    pub(crate) fn write_file(&mut self, stream: u32, request: FileWrite) {
+    pub(crate) fn write_file(&mut self, stream: u32, user: Someone, request: FileWrite) {
         if let Some(found) = self.streams.get_mut(&stream) {
-            let state = WriteState::Asked(Box::new(request));
+            let state = WriteState::Asked(Box::new(request), user);
             found.role = Role::Writing(Writing {
                 state,
                 inbox: Vec::new(),
@@ -97,7 +103,7 @@ impl Server {
                 writing.state = WriteState::Open(writer);
                 return;
             }
-            state @ (WriteState::Asked(_) | WriteState::Open(_)) => state,
+            state @ (WriteState::Asked(..) | WriteState::Open(_)) => state,
         };
         let pieces = std::mem::take(&mut writing.inbox);
         writing.taken_bytes = std::mem::take(&mut writing.inbox_bytes);
@@ -138,11 +144,11 @@ impl Server {
                 self.drive_write(stream);
             }
             FileResult::Listed(Ok((listing, batch, at_end))) => {
-                if let Some(found) = self.streams.get_mut(&stream) {
-                    found.role = Role::Listing(Listed {
-                        listing: Some(listing),
-                        batch: Some((batch, at_end)),
-                    });
+                if let Some(found) = self.streams.get_mut(&stream)
+                    && let Role::Listing(listed) = &mut found.role
+                {
+                    listed.listing = Some(listing);
+                    listed.batch = Some((batch, at_end));
                     self.has_something(stream);
                 }
             }
@@ -199,10 +205,11 @@ impl Server {
         if at_end {
             self.end_with_finish(stream);
         } else if let Some(mut listing) = listed.listing.take() {
+            let user = listed.user.clone();
             self.submit(stream, move || {
-                FileResult::Listed(
-                    listing.next_batch().map(|(batch, at_end)| (listing, batch, at_end)),
-                )
+                FileResult::Listed(acting_as(user.as_deref(), || {
+                    listing.next_batch().map(|(batch, at_end)| (listing, batch, at_end))
+                }))
             });
         }
         false
@@ -211,7 +218,7 @@ impl Server {
 
 fn write(state: WriteState, pieces: &[Vec<u8>], finished: bool) -> Result<Written, Failure> {
     let mut writer = match state {
-        WriteState::Asked(request) => Box::new(Writer::begin(*request)?),
+        WriteState::Asked(request, user) => Box::new(Writer::begin(*request, user)?),
         WriteState::Open(writer) => writer,
         WriteState::Away => unreachable!("a stream has one job at a time"),
     };

@@ -10,6 +10,7 @@ mod requests;
 mod stdin;
 mod stop;
 mod stream;
+mod terminals;
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -28,6 +29,7 @@ use crate::exec::{Execs, Serial};
 use crate::failure::refuse;
 use crate::reaper::Reaper;
 use crate::state::State;
+use crate::terminal::Terminals;
 use crate::workers::Workers;
 use crate::{Options, Place};
 use files::FileResult;
@@ -36,7 +38,7 @@ use quiet::{Phase, Quiescing};
 use stop::Shutdown;
 use stream::{Role, Stream};
 
-/// What woke us; the upper half of an event's number, the exec in the lower.
+/// What woke us; the upper half of an event's number, the exec or terminal in the lower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     Port,
@@ -50,10 +52,13 @@ pub(crate) enum Source {
     Pidfd,
     /// Of a stream, not of an exec.
     Dialed,
+    Line,
+    LinePidfd,
+    LineGroup,
 }
 
 impl Source {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 13] = [
         Self::Port,
         Self::Children,
         Self::Workers,
@@ -64,6 +69,9 @@ impl Source {
         Self::Group,
         Self::Pidfd,
         Self::Dialed,
+        Self::Line,
+        Self::LinePidfd,
+        Self::LineGroup,
     ];
 
     pub(crate) fn event(self, exec: Serial) -> epoll::EventData {
@@ -88,6 +96,7 @@ pub(crate) enum Done {
         result: FileResult,
     },
     Started(Box<execs::Start>),
+    TerminalStarted(Box<terminals::Start>),
     Spilled {
         exec: Serial,
         channel: frame::Channel,
@@ -113,6 +122,7 @@ pub(crate) struct Server {
     /// Uploads that have got something since the loop last went round.
     fed: Vec<u32>,
     execs: Execs,
+    terminals: Terminals,
     /// Ends of processes that a worker is just starting and that are not known by their number yet.
     early: HashMap<i32, i32>,
     starting: usize,
@@ -183,6 +193,7 @@ impl Server {
             ready: VecDeque::new(),
             fed: Vec::new(),
             execs: Execs::new(groups),
+            terminals: Terminals::default(),
             early: HashMap::new(),
             starting: 0,
             ended: Vec::new(),
@@ -232,6 +243,9 @@ impl Server {
                     Source::Group => self.group_changed(exec),
                     Source::Pidfd => self.pidfd_is_readable(exec),
                     Source::Dialed => self.drive_dialed(exec),
+                    Source::Line => self.line_is_ready(exec),
+                    Source::LinePidfd => self.line_pidfd_is_readable(exec),
+                    Source::LineGroup => self.line_group_changed(exec),
                 }
             }
             self.act_on_deadlines();
@@ -263,7 +277,13 @@ impl Server {
     fn until_deadline(&self) -> Option<Timespec> {
         let shutdown = self.shutdown.as_ref().and_then(Shutdown::deadline);
         let held = self.port.output.held_until();
-        let deadlines = [self.execs.next_deadline(), shutdown, held, self.quiet_deadline()];
+        let deadlines = [
+            self.execs.next_deadline(),
+            self.terminals.next_deadline(),
+            shutdown,
+            held,
+            self.quiet_deadline(),
+        ];
         let next = deadlines.into_iter().flatten().min()?;
         // Rounded up: waking too early would only mean to go round once more.
         let span = next.saturating_duration_since(Instant::now()) + Duration::from_micros(50);
@@ -342,6 +362,7 @@ impl Server {
         let Some(closed) = self.streams.remove(&stream) else { return };
         match closed.role {
             Role::Watching(watch) => self.stop_watching(stream, &watch),
+            Role::Attached(terminal) => self.detach_terminal(stream, terminal),
             role @ (Role::Reading(_) | Role::Writing(_) | Role::Listing(_)) => self.discard(role),
             // Dropped, its socket is closed and watched no more.
             Role::Dialed(_) | Role::Opening { .. } | Role::Deferred(_) | Role::Answering => {}
@@ -362,12 +383,14 @@ impl Server {
     }
 
     fn take_data(&mut self, stream: u32, payload: &[u8]) {
-        let held: usize =
-            self.streams.values().map(Stream::held_bytes).sum::<usize>() + self.stdin_bytes();
+        let held: usize = self.streams.values().map(Stream::held_bytes).sum::<usize>()
+            + self.stdin_bytes()
+            + self.typed_bytes();
         let Some(found) = self.streams.get_mut(&stream) else { return };
         let is_fed = match &found.role {
             Role::Writing(writing) => !writing.finished,
             Role::Watching(watch) => watch.feeds,
+            Role::Attached(_) => true,
             Role::Deferred(deferred) => deferred.is_fed() && !deferred.finished,
             Role::Dialed(dialed) => !dialed.finished,
             // Data that nobody waits for is against the rules, or for a request that has just failed.
@@ -393,6 +416,10 @@ impl Server {
             Role::Watching(watch) => {
                 let exec = watch.exec;
                 self.take_stdin(exec, payload);
+            }
+            Role::Attached(terminal) => {
+                let terminal = *terminal;
+                self.type_in(terminal, payload);
             }
             Role::Deferred(deferred) => deferred.data.push(payload.to_vec()),
             Role::Dialed(dialed) => {
@@ -421,6 +448,7 @@ impl Server {
                 self.drive_dialed(stream);
             }
             Role::Watching(_)
+            | Role::Attached(_)
             | Role::Opening { .. }
             | Role::Reading(_)
             | Role::Listing(_)
@@ -457,6 +485,7 @@ impl Server {
                 found.is_ready = false;
                 let more = match found.role {
                     Role::Watching(_) => self.produce_output(stream),
+                    Role::Attached(_) => self.produce_screen(stream),
                     Role::Reading(_) => self.produce_content(stream),
                     Role::Listing(_) => self.produce_entries(stream),
                     Role::Dialed(_) => self.produce_dialed(stream),
@@ -486,6 +515,10 @@ impl Server {
                 Done::Started(start) => {
                     self.starting -= 1;
                     self.exec_started(*start);
+                }
+                Done::TerminalStarted(start) => {
+                    self.starting -= 1;
+                    self.terminal_started(*start);
                 }
                 Done::Spilled { exec, channel, success } => self.spilled(exec, channel, success),
                 Done::Stopped(result) => self.stopped(result),

@@ -4,7 +4,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use protocol::message::{ErrorCode, Failure, Repair};
+use protocol::message::{ErrorCode, Failure, FileRequest, Repair};
 use protocol::{Reply, Request};
 
 use super::stream::{Deferred, Role};
@@ -259,6 +259,7 @@ impl Server {
         }
         match request {
             Request::ExecStart(_)
+            | Request::TerminalOpen(_)
             | Request::ExecsForget { .. }
             | Request::FileDelete { .. }
             | Request::KernelPrepare
@@ -279,6 +280,10 @@ impl Server {
             Request::ExecWatch { id, .. }
             | Request::ExecStatus { id }
             | Request::ExecCancel { id, .. } => self.execs.by_id(id).is_err(),
+            Request::TerminalAttach { id, .. }
+            | Request::TerminalResize { id, .. }
+            | Request::TerminalSignal { id, .. }
+            | Request::TerminalEnd { id, .. } => self.terminals.by_id(id).is_err(),
             // A write waits by itself, once its content has come.
             Request::FileWrite(_)
             | Request::Ping
@@ -287,12 +292,20 @@ impl Server {
             | Request::VolumesMount { .. }
             | Request::VolumesUnmount { .. }
             | Request::ExecList
+            | Request::TerminalList
             | Request::FileRead(_)
             | Request::DirList { .. }
             | Request::Dial { .. }
             | Request::Listeners
             | Request::FileStat { .. }
             | Request::KernelList => false,
+            Request::FileAs { request, .. } => match request {
+                FileRequest::Delete { .. } => true,
+                FileRequest::Read(_)
+                | FileRequest::Write(_)
+                | FileRequest::List { .. }
+                | FileRequest::Stat { .. } => false,
+            },
         }
     }
 

@@ -1,13 +1,16 @@
 //! Requests: put together from their frames, then handed to whoever answers them.
 
+use std::sync::Arc;
+
 use protocol::frame::Frame;
-use protocol::message::{ErrorCode, Failure};
+use protocol::message::{ErrorCode, Failure, FileRequest};
 use protocol::{Reply, Request};
 
 use super::Server;
 use super::stop::Purpose;
 use super::stream::{Role, Stream};
 use crate::failure::refuse;
+use crate::users::Accounts;
 
 impl Server {
     pub(crate) fn take_request(&mut self, frame: &Frame<'_>) {
@@ -115,19 +118,19 @@ impl Server {
                 Ok(Some(Reply::Done))
             }
             Request::FileRead(request) => {
-                self.read_file(stream, request);
+                self.read_file(stream, None, request);
                 Ok(None)
             }
             Request::FileWrite(request) => {
-                self.write_file(stream, request);
+                self.write_file(stream, None, request);
                 Ok(None)
             }
             Request::FileDelete { path } => {
-                self.delete_file(stream, path.into_vec());
+                self.delete_file(stream, None, path.into_vec());
                 Ok(None)
             }
             Request::DirList { path, depth } => {
-                self.list_directory(stream, path.into_vec(), depth);
+                self.list_directory(stream, None, path.into_vec(), depth);
                 Ok(None)
             }
             Request::Dial { port } => self.dial(stream, port).map(|()| None),
@@ -136,7 +139,36 @@ impl Server {
                 Ok(None)
             }
             Request::FileStat { path } => {
-                self.stat_file(stream, path.into_vec());
+                self.stat_file(stream, None, path.into_vec());
+                Ok(None)
+            }
+            Request::TerminalOpen(open) => self.open_terminal(stream, open).map(|()| None),
+            Request::TerminalAttach { id, offset, size } => {
+                self.attach_terminal(stream, &id, offset, size).map(|()| None)
+            }
+            Request::TerminalResize { id, size } => {
+                self.resize_terminal(&id, size).map(|()| Some(Reply::Done))
+            }
+            Request::TerminalSignal { id, signal } => {
+                self.signal_terminal(&id, signal).map(|()| Some(Reply::Done))
+            }
+            Request::TerminalEnd { id, grace_ms } => {
+                self.end_terminal(&id, grace_ms).map(|()| Some(Reply::Done))
+            }
+            Request::TerminalList => Ok(Some(Reply::Terminals(self.terminals.statuses()))),
+            Request::FileAs { user, request } => {
+                let user = Some(Arc::new(Accounts::read().find(&user)?));
+                match request {
+                    FileRequest::Read(request) => self.read_file(stream, user, request),
+                    FileRequest::Write(request) => self.write_file(stream, user, request),
+                    FileRequest::Delete { path } => {
+                        self.delete_file(stream, user, path.into_vec());
+                    }
+                    FileRequest::List { path, depth } => {
+                        self.list_directory(stream, user, path.into_vec(), depth);
+                    }
+                    FileRequest::Stat { path } => self.stat_file(stream, user, path.into_vec()),
+                }
                 Ok(None)
             }
             Request::KernelPrepare

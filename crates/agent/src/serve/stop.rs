@@ -10,6 +10,7 @@ use rustix::process::Signal;
 use super::{Done, Server};
 use crate::Place;
 use crate::exec::after;
+use crate::terminal::Terminal;
 
 /// How far a shutdown is.
 #[derive(Debug)]
@@ -74,12 +75,17 @@ impl Server {
         self.go_on_shutting_down();
     }
 
-    fn signal_everything(&self, signal: Signal) {
+    fn signal_everything(&mut self, signal: Signal) {
+        // A shell at its prompt cares for nothing else.
+        self.drop_lines();
         if let Some(groups) = &self.execs.groups {
             groups.signal_all(signal);
         }
         for (_, exec) in self.execs.all().filter(|(_, exec)| exec.group.is_none()) {
             exec.signal(signal);
+        }
+        if signal == Signal::KILL {
+            self.terminals.all().for_each(Terminal::kill);
         }
         if self.place == Place::Guest {
             // Whatever root has moved out of its group.
@@ -95,6 +101,7 @@ impl Server {
         let Some(shutdown) = &self.shutdown else { return };
         let now = Instant::now();
         let all_ended = self.execs.running() == 0
+            && self.terminals.running() == 0
             && !self.execs.groups.as_ref().is_some_and(|all| all.are_populated());
         match shutdown.step {
             Step::Asked { .. } | Step::Killed { .. } if all_ended => self.flush_finally(),

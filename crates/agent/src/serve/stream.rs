@@ -8,6 +8,7 @@ use protocol::frame::{Assembler, Channel};
 use super::dialed::Dialed;
 use crate::exec::Serial;
 use crate::exec::output::Position;
+use crate::files::acting::Someone;
 use crate::files::list::Listing;
 use crate::files::read::Reader;
 use crate::files::write::Writer;
@@ -30,6 +31,8 @@ pub(crate) enum Role {
         bytes: usize,
     },
     Watching(Watch),
+    /// To a terminal.
+    Attached(Serial),
     Reading(Reading),
     Writing(Writing),
     Listing(Listed),
@@ -50,6 +53,7 @@ pub(crate) struct Deferred {
 impl Deferred {
     pub(crate) fn is_fed(&self) -> bool {
         matches!(&*self.request, Request::ExecStart(start) if start.has_stdin)
+            || matches!(&*self.request, Request::TerminalOpen(_))
     }
 }
 
@@ -85,13 +89,14 @@ pub(crate) struct Writing {
 }
 
 pub(crate) enum WriteState {
-    Asked(Box<FileWrite>),
+    Asked(Box<FileWrite>, Someone),
     Open(Box<Writer>),
     /// A worker has it.
     Away,
 }
 
 pub(crate) struct Listed {
+    pub(crate) user: Someone,
     /// `None` while a worker reads, or at the end.
     pub(crate) listing: Option<Listing>,
     pub(crate) batch: Option<(Vec<protocol::message::Entry>, bool)>,
@@ -110,7 +115,11 @@ impl Stream {
             Role::Writing(writing) => writing.inbox_bytes + writing.taken_bytes,
             Role::Deferred(deferred) => deferred.data.iter().map(Vec::len).sum(),
             Role::Dialed(dialed) => dialed.inbox_bytes,
-            Role::Watching(_) | Role::Reading(_) | Role::Listing(_) | Role::Answering => 0,
+            Role::Watching(_)
+            | Role::Attached(_)
+            | Role::Reading(_)
+            | Role::Listing(_)
+            | Role::Answering => 0,
         }
     }
 }

@@ -12,4 +12,6 @@ mod lent;
 mod ports;
 mod quiet;
 mod support;
+mod terminals;
+mod users;
 mod volumes;

@@ -454,12 +454,15 @@ fn is_whole_answer(reply: &Reply) -> bool {
         | Reply::Execs(_)
         | Reply::Listeners(_)
         | Reply::Written { .. }
-        | Reply::Kernels(_) => true,
+        | Reply::Kernels(_)
+        | Reply::Terminals(_) => true,
         Reply::ExecStarted { .. }
         | Reply::ExecEnded(_)
         | Reply::File(_)
         | Reply::Connected
-        | Reply::Entries(_) => false,
+        | Reply::Entries(_)
+        | Reply::TerminalAttached { .. }
+        | Reply::TerminalEnded { .. } => false,
     }
 }
 
