@@ -6,6 +6,7 @@ mod cgroup;
 mod exec;
 mod failure;
 mod files;
+pub mod kernel;
 mod ports;
 mod reaper;
 mod repair;
@@ -23,6 +24,8 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct Options {
     pub place: Place,
+    /// This program, to be run again as a process of its own.
+    pub program: PathBuf,
     /// Holds the files without names in which long output of execs is kept.
     pub spill_directory: PathBuf,
     /// A version 2 control group in which the agent may make `work` and a group for each exec below it.
@@ -47,6 +50,8 @@ impl Options {
     pub fn guest() -> Self {
         Self {
             place: Place::Guest,
+            // Also when its file is gone, as that of an initramfs is.
+            program: PathBuf::from("/proc/self/exe"),
             spill_directory: PathBuf::from("/"),
             groups: Some(boot::CGROUPS.into()),
             file_systems: Some(PathBuf::from("/")),
@@ -58,6 +63,7 @@ impl Options {
     pub fn hosted() -> Self {
         Self {
             place: Place::Host,
+            program: PathBuf::from("/proc/self/exe"),
             spill_directory: std::env::temp_dir(),
             groups: None,
             file_systems: None,

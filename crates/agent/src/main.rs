@@ -1,6 +1,9 @@
 //! The guest's first process.
 
 fn main() {
+    if std::env::args().nth(1).as_deref() == Some("kernel") {
+        std::process::exit(agent::kernel::run());
+    }
     if std::process::id() != 1 {
         agent::boot::report(
             "run",

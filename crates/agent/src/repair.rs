@@ -3,14 +3,16 @@
 
 use std::ffi::{c_int, c_ulong, c_void};
 use std::fs::File;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 
 use protocol::message::{ErrorCode, Failure, Network, Repair};
 use rustix::fs::Timespec;
 use rustix::time::{ClockId, clock_settime};
 
 use crate::boot;
+use crate::cgroup;
 use crate::failure::refuse;
+use crate::kernel::RENEW;
 use crate::state::growth;
 
 // Linux `include/uapi/linux/random.h`.
@@ -69,6 +71,30 @@ pub(crate) fn set_clock(unix_time_ns: u64) -> std::io::Result<()> {
     let nanoseconds = i64::try_from(unix_time_ns % SECOND).unwrap_or(0);
     clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: nanoseconds })?;
     Ok(())
+}
+
+/// To all of this group that listen for it: see `kernel.py`.
+pub(crate) fn renew_randomness(group: BorrowedFd<'_>) {
+    let text = cgroup::read_file(group, "cgroup.procs").unwrap_or_default();
+    for process in text.lines().filter_map(|line| line.parse().ok()).filter(|pid| listens(*pid)) {
+        // SAFETY: a system call without pointers.
+        unsafe {
+            libc::kill(process, RENEW);
+        }
+    }
+    for below in cgroup::subgroups(group) {
+        if let Ok(below) = cgroup::open(group, &below) {
+            renew_randomness(below.as_fd());
+        }
+    }
+}
+
+/// Whoever has no handler for it would die of the signal.
+fn listens(pid: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"));
+    let caught = caught.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    caught.is_some_and(|mask| mask & (1 << (RENEW - 1)) != 0)
 }
 
 fn call(file: &File, request: c_ulong, argument: *mut c_void) -> std::io::Result<()> {

@@ -135,7 +135,7 @@ impl Events {
 
     /// # Errors
     /// What came is no event, or longer than [`MAX_EVENT`].
-    pub fn next(&mut self) -> Result<Option<KernelEvent>, Malformed> {
+    pub fn take(&mut self) -> Result<Option<KernelEvent>, Malformed> {
         let rest = &self.bytes[self.start..];
         let Some((length, rest)) = rest.split_first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length) as usize;
@@ -168,7 +168,7 @@ mod tests {
             let (mut events, mut got) = (Events::default(), Vec::new());
             for piece in bytes.chunks(cut) {
                 events.push(piece);
-                while let Some(event) = events.next().unwrap() {
+                while let Some(event) = events.take().unwrap() {
                     got.push(event);
                 }
             }
@@ -180,7 +180,7 @@ mod tests {
         fn no_bytes_are_too_odd(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let mut events = Events::default();
             events.push(&bytes);
-            while let Ok(Some(_)) = events.next() {}
+            while let Ok(Some(_)) = events.take() {}
         }
     }
 }

@@ -288,7 +288,8 @@ impl Execs {
 
     /// In the order of their starts.
     pub(crate) fn statuses(&self) -> Vec<(String, ExecStatus)> {
-        let mut all: Vec<_> = self.by_id.iter().collect();
+        // An id with a colon is of a process of the agent's own: no host can choose one.
+        let mut all: Vec<_> = self.by_id.iter().filter(|(id, _)| !id.contains(':')).collect();
         all.sort_unstable_by_key(|(_, serial)| **serial);
         all.into_iter()
             .filter_map(|(id, serial)| Some((id.clone(), self.get(*serial)?.status())))

@@ -104,6 +104,28 @@ impl Server {
         Ok(())
     }
 
+    /// An answer that somebody in this guest gives over a socket; the host has nothing more to say.
+    pub(crate) fn relay(&mut self, stream: u32, socket: OwnedFd) -> Result<(), Failure> {
+        let edges = epoll::EventFlags::IN | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        epoll::add(&self.poll, &socket, Source::Dialed.event(stream), edges)
+            .map_err(|error| failed("watch", b"an answer", error))?;
+        if let Some(found) = self.streams.get_mut(&stream) {
+            found.role = Role::Dialed(Dialed {
+                socket,
+                port: 0,
+                connecting: None,
+                inbox: VecDeque::new(),
+                inbox_bytes: 0,
+                written: 0,
+                finished: true,
+                shut: true,
+                at_end: false,
+            });
+        }
+        self.has_something(stream);
+        Ok(())
+    }
+
     /// Something about the socket has changed, or about what is to be sent.
     pub(crate) fn drive_dialed(&mut self, stream: u32) {
         let Some(found) = self.streams.get_mut(&stream) else { return };

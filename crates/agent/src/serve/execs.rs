@@ -62,47 +62,26 @@ impl Server {
         }
         self.execs.admit(&request.id)?;
         let plan = command::plan(&Wanted::of_exec(&request))?;
-        let fail = |error| failed("make the pipes of", request.id.as_bytes(), error);
-        let pipe = || pipe_with(PipeFlags::CLOEXEC).map_err(fail);
-        let (stdout, child_stdout) = pipe()?;
-        let (stderr, child_stderr) = pipe()?;
-        let stdin = if request.has_stdin { Some(pipe()?) } else { None };
-        let nowhere = self.nowhere.try_clone().map_err(|_| fail(Errno::MFILE))?;
-        for ours in [Some(&stdout), Some(&stderr), stdin.as_ref().map(|(_, ours)| ours)]
-            .into_iter()
-            .flatten()
-        {
-            rustix::io::ioctl_fionbio(ours, true).map_err(fail)?;
+        let mut stdin = None;
+        if request.has_stdin {
+            let fail = |error| failed("make the pipes of", request.id.as_bytes(), error);
+            let (child, ours) = pipe_with(PipeFlags::CLOEXEC).map_err(fail)?;
+            rustix::io::ioctl_fionbio(&ours, true).map_err(fail)?;
+            stdin = Some((child, ours));
         }
-        let serial = self.execs.add(request.id, stdout, stderr, request.output_limit);
-        let mut group = None;
-        let mut child_stdin = None;
-        if let Some(exec) = self.execs.get_mut(serial) {
-            group =
-                exec.group.as_ref().and_then(|group| group.directory().try_clone_to_owned().ok());
-            if let Some((child, ours)) = stdin {
-                child_stdin = Some(child);
-                exec.stdin = Some(Stdin::new(ours, stream));
-            }
+        let mut start = self.begin_exec(request.id, plan, request.output_limit)?;
+        let serial = start.exec;
+        if let Some((child, ours)) = stdin
+            && let Some(exec) = self.execs.get_mut(serial)
+        {
+            start.stdin = Some(child);
+            exec.stdin = Some(Stdin::new(ours, stream));
         }
         let position = Position::default();
         if let Some(found) = self.streams.get_mut(&stream) {
             found.role = Role::Watching(Watch { exec: serial, position, feeds: request.has_stdin });
         }
-        let mut start = Box::new(Start {
-            stream,
-            epoch: self.epoch,
-            exec: serial,
-            timeout_ms: request.timeout_ms,
-            plan,
-            stdin: child_stdin,
-            stdout: child_stdout,
-            stderr: child_stderr,
-            nowhere,
-            group,
-            with_pidfd: self.reaper.is_none(),
-            result: None,
-        });
+        (start.stream, start.epoch, start.timeout_ms) = (stream, self.epoch, request.timeout_ms);
         if start.plan.may_hang {
             self.starting += 1;
             self.workers.submit(move || {
@@ -114,6 +93,57 @@ impl Server {
             self.exec_started(*start);
         }
         Ok(())
+    }
+
+    /// All that it needs to be spawned. Watched by nobody yet, without a standard input or a limit of time.
+    pub(crate) fn begin_exec(
+        &mut self,
+        id: String,
+        plan: Plan,
+        output_limit: u64,
+    ) -> Result<Box<Start>, Failure> {
+        let fail = |error| failed("make the pipes of", id.as_bytes(), error);
+        let pipe = || pipe_with(PipeFlags::CLOEXEC).map_err(fail);
+        let (stdout, child_stdout) = pipe()?;
+        let (stderr, child_stderr) = pipe()?;
+        for ours in [&stdout, &stderr] {
+            rustix::io::ioctl_fionbio(ours, true).map_err(fail)?;
+        }
+        let nowhere = self.nowhere.try_clone().map_err(|_| fail(Errno::MFILE))?;
+        let exec = self.execs.add(id, stdout, stderr, output_limit);
+        let group = self.execs.get(exec).and_then(|exec| exec.group.as_ref());
+        let group = group.and_then(|group| group.directory().try_clone_to_owned().ok());
+        Ok(Box::new(Start {
+            stream: 0,
+            epoch: u64::MAX,
+            exec,
+            timeout_ms: 0,
+            plan,
+            stdin: None,
+            stdout: child_stdout,
+            stderr: child_stderr,
+            nowhere,
+            group,
+            with_pidfd: self.reaper.is_none(),
+            result: None,
+        }))
+    }
+
+    /// A process of the agent's own, beside what the host has asked for. It is not listed. `None`: it could not begin.
+    pub(crate) fn run_own(
+        &mut self,
+        id: String,
+        mut plan: Plan,
+        stdin: OwnedFd,
+    ) -> Result<Option<Serial>, Failure> {
+        const DIAGNOSTICS: u64 = 64 << 10;
+        plan.may_hang = false;
+        let mut start = self.begin_exec(id, plan, DIAGNOSTICS)?;
+        start.stdin = Some(stdin);
+        let serial = start.exec;
+        start.spawn();
+        self.exec_started(*start);
+        Ok(self.execs.get(serial).map(|_| serial))
     }
 
     pub(crate) fn exec_started(&mut self, start: Start) {
@@ -411,6 +441,7 @@ impl Server {
         for stream in watchers {
             self.has_something(stream);
         }
+        self.own_process_ended(serial);
         if self.phase.is_running() {
             for oldest in self.execs.too_much_in_memory() {
                 self.save_output(oldest);

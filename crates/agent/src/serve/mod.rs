@@ -4,6 +4,7 @@
 mod dialed;
 mod execs;
 mod files;
+mod kernels;
 mod port;
 mod quiet;
 mod requests;
@@ -55,10 +56,12 @@ pub(crate) enum Source {
     Line,
     LinePidfd,
     LineGroup,
+    /// The process of a session has something to say.
+    Kernel,
 }
 
 impl Source {
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 14] = [
         Self::Port,
         Self::Children,
         Self::Workers,
@@ -72,6 +75,7 @@ impl Source {
         Self::Line,
         Self::LinePidfd,
         Self::LineGroup,
+        Self::Kernel,
     ];
 
     pub(crate) fn event(self, exec: Serial) -> epoll::EventData {
@@ -144,6 +148,8 @@ pub(crate) struct Server {
     buffer: Vec<u8>,
     most_held: usize,
     shutdown: Option<Shutdown>,
+    program: PathBuf,
+    kernels: kernels::Kernels,
 }
 
 /// Serves until the port ends (on a host) or a shutdown is complete.
@@ -210,6 +216,8 @@ impl Server {
             buffer: vec![0; 64 << 10],
             most_held: most_held(),
             shutdown: None,
+            program: options.program,
+            kernels: kernels::Kernels::default(),
         })
     }
 
@@ -246,6 +254,7 @@ impl Server {
                     Source::Line => self.line_is_ready(exec),
                     Source::LinePidfd => self.line_pidfd_is_readable(exec),
                     Source::LineGroup => self.line_group_changed(exec),
+                    Source::Kernel => self.hear_kernel(exec),
                 }
             }
             self.act_on_deadlines();

@@ -99,6 +99,7 @@ impl Server {
             return false;
         }
         self.prepare_groups();
+        self.rest_spare_kernel();
         // Whoever is restored from here finds a worker.
         self.workers.submit(|| Done::Dropped);
         let attempt = Arc::new(Attempt::until(Instant::now() + WRITE_OUT));
@@ -185,7 +186,8 @@ impl Server {
         self.give_up_quiescing("the host has asked for something else meanwhile");
         self.set_phase(Phase::Moving);
         let asker = self.asker(stream);
-        self.change(move |state| Change::Repaired(asker, state.repair(&repair)));
+        let kernels = self.kernel_groups();
+        self.change(move |state| Change::Repaired(asker, state.repair(&repair, &kernels)));
     }
 
     pub(crate) fn change_volumes(

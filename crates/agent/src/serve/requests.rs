@@ -171,14 +171,12 @@ impl Server {
                 }
                 Ok(None)
             }
-            Request::KernelPrepare
-            | Request::KernelStart(_)
-            | Request::KernelRun(_)
-            | Request::KernelRestart { .. }
-            | Request::KernelEnd { .. }
-            | Request::KernelList => {
-                Err(refuse(ErrorCode::Invalid, "the agent in this sandbox runs no kernels"))
-            }
+            Request::KernelPrepare => self.prepare_kernels(stream).map(|()| None),
+            Request::KernelStart(start) => self.start_kernel(stream, &start).map(|()| None),
+            Request::KernelRun(run) => self.run_cell(stream, run).map(|()| None),
+            Request::KernelRestart { id } => self.restart_kernel(stream, &id).map(|()| None),
+            Request::KernelEnd { id } => self.end_kernel(&id).map(|()| Some(Reply::Done)),
+            Request::KernelList => Ok(Some(Reply::Kernels(self.kernels.statuses()))),
         }
     }
 }

@@ -67,6 +67,7 @@ impl Server {
             (shutdown.stream, shutdown.epoch) = (stream, self.epoch);
             return;
         }
+        self.end_spare_kernel();
         self.signal_everything(Signal::TERM);
         let kill_at = after(Instant::now(), grace_ms.into());
         let (epoch, step) = (self.epoch, Step::Asked { kill_at });

@@ -12,6 +12,7 @@ mod slots;
 mod volumes;
 
 use std::collections::{BTreeSet, HashSet};
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use protocol::message::{ErrorCode, Failure, Mount, Network, Repair};
@@ -160,7 +161,8 @@ impl State {
     }
 
     /// On failure the user's processes stand still.
-    pub(crate) fn repair(&mut self, wanted: &Repair) -> Result<(), Failure> {
+    /// In `kernels` are processes that draw their random numbers anew.
+    pub(crate) fn repair(&mut self, wanted: &Repair, kernels: &[OwnedFd]) -> Result<(), Failure> {
         match self.place {
             Place::Guest => {
                 repair::identify(wanted)?;
@@ -182,6 +184,8 @@ impl State {
         for slot in gone {
             self.clear(slot);
         }
+        // Before anything else that they do.
+        kernels.iter().for_each(|group| repair::renew_randomness(group.as_fd()));
         self.thaw_processes();
         Ok(())
     }

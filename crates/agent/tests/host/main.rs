@@ -8,6 +8,7 @@
 mod channel;
 mod execs;
 mod files;
+mod kernels;
 mod lent;
 mod ports;
 mod quiet;
