@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 66] = [
+const ROUTES: [(&str, &str, Gate); 78] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -103,6 +103,18 @@ const ROUTES: [(&str, &str, Gate); 66] = [
     ("delete", "/v1/sandboxes/{id}/fs", Gate::Full),
     ("get", "/v1/sandboxes/{id}/fs/dir", Gate::Read),
     ("get", "/v1/sandboxes/{id}/fs/stat", Gate::Read),
+    ("get", "/v1/sandboxes/{id}/ports", Gate::Read),
+    ("post", "/v1/sandboxes/{id}/ports", Gate::Full),
+    ("delete", "/v1/sandboxes/{id}/ports", Gate::Full),
+    ("delete", "/v1/sandboxes/{id}/ports/{port}", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/preview-token", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/preview-token", Gate::Read),
+    ("delete", "/v1/sandboxes/{id}/preview-token/{token}", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
+    ("put", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
+    ("patch", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
+    ("delete", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
 ];
 
 /// The route as a request that would do something, for a sandbox that is there.

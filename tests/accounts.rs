@@ -21,7 +21,7 @@ suite! {
 const BUILT: Duration = Duration::from_secs(240);
 const SOON: Duration = Duration::from_secs(60);
 /// All routes that name something. One that is missing here fails the claim, so that nobody adds one without this test.
-const NAMING: [(&str, &str); 47] = [
+const NAMING: [(&str, &str); 59] = [
     ("delete", "/v1/me/tokens/{token}"),
     ("get", "/v1/templates/{name}"),
     ("delete", "/v1/templates/{name}"),
@@ -69,6 +69,18 @@ const NAMING: [(&str, &str); 47] = [
     ("delete", "/v1/sandboxes/{id}/fs"),
     ("get", "/v1/sandboxes/{id}/fs/dir"),
     ("get", "/v1/sandboxes/{id}/fs/stat"),
+    ("get", "/v1/sandboxes/{id}/ports"),
+    ("post", "/v1/sandboxes/{id}/ports"),
+    ("delete", "/v1/sandboxes/{id}/ports"),
+    ("delete", "/v1/sandboxes/{id}/ports/{port}"),
+    ("post", "/v1/sandboxes/{id}/preview-token"),
+    ("get", "/v1/sandboxes/{id}/preview-token"),
+    ("delete", "/v1/sandboxes/{id}/preview-token/{token}"),
+    ("get", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("post", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("put", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("patch", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("delete", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
 ];
 /// All others: what they list is the account's own.
 const LISTING: [(&str, &str); 19] = [
@@ -197,7 +209,7 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
             request.json(&json!({"machine_id": SandboxId::random()}))
         }
         _ if path.contains("/volumes/") => request.json(&json!({"size_mb": 128})),
-        _ => request.json(&json!({"cmd": "hostname theirs", "count": 1})),
+        _ => request.json(&json!({"cmd": "hostname theirs", "count": 1, "port": 80})),
     }
 }
 

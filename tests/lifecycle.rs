@@ -412,6 +412,8 @@ async fn all_are_404(server: &Server, id: &str) {
             json!({"egress": "none"})
         } else if route.ends_with("/execs") {
             json!({"exec_id": "e", "script": "true"})
+        } else if route.ends_with("/ports") || route.ends_with("/preview-token") {
+            json!({"port": 80})
         } else if route.contains("/volume/") {
             json!({"volume_id": "any"})
         } else {

@@ -20,6 +20,8 @@ pub enum ErrorCode {
     RangeNotSatisfiable,
     RateLimited,
     Internal,
+    /// What listens in the sandbox, or does not, did not answer as a server should.
+    BadGateway,
     /// Nothing was done; the same request may work later.
     Unavailable,
     /// The limit that the request itself named ran out.
@@ -43,6 +45,7 @@ impl ErrorCode {
             Self::RangeNotSatisfiable => 416,
             Self::QuotaExceeded | Self::RateLimited => 429,
             Self::Internal => 500,
+            Self::BadGateway => 502,
             Self::Unavailable => 503,
             Self::TimedOut => 504,
             Self::CapacityExceeded => 507,

@@ -57,6 +57,11 @@ uuid_id!(
     VolumeId, "a volume id"
 );
 
+uuid_id!(
+    /// Names a preview token without being one.
+    PreviewTokenId, "a preview token's id"
+);
+
 /// Ids become file names, so nothing that a path could interpret gets in.
 fn is_plain(text: &str, longest: usize) -> bool {
     (1..=longest).contains(&text.len())

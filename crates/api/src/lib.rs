@@ -11,6 +11,7 @@ mod id;
 mod key;
 mod machine;
 mod network;
+mod port;
 mod sandbox;
 mod snapshot;
 mod template;
@@ -27,7 +28,8 @@ pub use exec::{
 pub use file::{DirListing, FileEntry, FileKind, FileWritten};
 pub use fork::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
 pub use id::{
-    AccountId, ExecId, InvalidId, KeyId, SandboxId, SnapshotId, TemplateName, VolumeId, VolumeName,
+    AccountId, ExecId, InvalidId, KeyId, PreviewTokenId, SandboxId, SnapshotId, TemplateName,
+    VolumeId, VolumeName,
 };
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
 pub use machine::{
@@ -35,6 +37,9 @@ pub use machine::{
     MachineVolumeRequest,
 };
 pub use network::{CreateNetwork, Egress, Network, NetworkPolicy, UpdateNetwork};
+pub use port::{
+    CreatePreviewToken, ExposePort, NewPreviewToken, Port, PortList, PreviewToken, PreviewTokenList,
+};
 pub use sandbox::{
     BootMode, CreateSandbox, Lifecycle, Sandbox, SandboxStatus, UpdateLifecycle, VolumeMount,
 };

@@ -94,6 +94,7 @@ fn way_out(refusal: &client::Refusal) -> Option<&'static str> {
         | ErrorCode::RangeNotSatisfiable
         | ErrorCode::RateLimited
         | ErrorCode::Internal
+        | ErrorCode::BadGateway
         | ErrorCode::Unavailable
         | ErrorCode::TimedOut
         | ErrorCode::CapacityExceeded => None,

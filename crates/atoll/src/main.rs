@@ -16,6 +16,7 @@ mod machine;
 mod output;
 mod pair;
 mod prepare;
+mod previews;
 mod sandbox;
 mod serve;
 mod settings;

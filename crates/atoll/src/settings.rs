@@ -13,7 +13,7 @@ use clap::{Args, builder::FalseyValueParser};
 use server::{Config, Destination, HostPolicy, account::Plans, volume::VolumeLimits};
 use tempfile::TempDir;
 
-use crate::{failure::Failure, limits::Limits};
+use crate::{failure::Failure, limits::Limits, previews::Previews};
 
 #[derive(Args)]
 pub(crate) struct Settings {
@@ -61,6 +61,8 @@ pub(crate) struct Settings {
     /// Serve /metrics without a key
     #[arg(long, env = "ATOLL_OPEN_METRICS", value_parser = FalseyValueParser::new())]
     open_metrics: bool,
+    #[command(flatten, next_help_heading = "Ports of sandboxes")]
+    previews: Previews,
     #[command(flatten, next_help_heading = "Limits")]
     limits: Limits,
 }
@@ -92,6 +94,7 @@ impl Settings {
                 total_mb: self.volumes_total,
             },
             execs: self.limits.execs(),
+            previews: self.previews.config(),
             plans: Arc::new(self.plans()?),
         })
     }

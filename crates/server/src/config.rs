@@ -32,6 +32,7 @@ pub struct Config {
     pub capacity: Capacity,
     pub volumes: VolumeLimits,
     pub execs: ExecLimits,
+    pub previews: PreviewConfig,
     pub plans: Arc<Plans>,
 }
 
@@ -51,6 +52,36 @@ pub struct Capacity {
     pub most_connections: usize,
     /// Requests a second with one key. `None`: as many as it likes.
     pub rate_limit: Option<NonZeroU32>,
+}
+
+/// Ports of sandboxes, and who may look at them on hosts of their own.
+#[derive(Debug, Clone)]
+pub struct PreviewConfig {
+    pub access: PreviewAccess,
+    /// Of `{port}-{id}.{suffix}`. `None`: whatever stands there.
+    pub suffix: Option<String>,
+    /// For the head of an answer, once the request has been sent. What follows may take as long as it likes.
+    pub answer_deadline: Duration,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PreviewAccess {
+    /// Whoever knows the sandbox's id.
+    Open,
+    /// Whoever has a preview token.
+    Token,
+    /// There are no such hosts.
+    Off,
+}
+
+impl Default for PreviewConfig {
+    fn default() -> Self {
+        Self {
+            access: PreviewAccess::Open,
+            suffix: None,
+            answer_deadline: Duration::from_secs(120),
+        }
+    }
 }
 
 impl Default for Capacity {
@@ -96,6 +127,7 @@ impl Config {
             capacity: Capacity::default(),
             volumes: VolumeLimits { most: 8, largest_mb: 1024, total_mb: None },
             execs: ExecLimits::default(),
+            previews: PreviewConfig::default(),
             plans: Arc::default(),
         }
     }

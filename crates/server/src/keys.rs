@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// By which a leaked key is recognized as ours.
-const MARK: &str = "atl_";
+pub(crate) const MARK: &str = "atl_";
 /// Random bytes of a key.
 const SECRET: usize = 40;
 /// Characters shown in lists: the mark, and eight that leave 272 random bits unshown.

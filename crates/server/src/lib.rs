@@ -15,6 +15,7 @@ mod instance;
 pub mod keys;
 mod local;
 mod metrics;
+mod previews;
 mod privileges;
 mod run;
 pub mod sandbox;
@@ -26,7 +27,7 @@ pub mod volume;
 
 pub use agent_binary::AGENT;
 pub use app::App;
-pub use config::{Capacity, Config};
+pub use config::{Capacity, Config, PreviewAccess, PreviewConfig};
 pub use error::Error;
 pub use local::Local;
 pub use machine::network::{Destination, HostPolicy};

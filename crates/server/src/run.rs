@@ -21,6 +21,7 @@ use crate::{
     instance::Instance,
     keys::Keys,
     metrics::Metrics,
+    previews::Previews,
     sandbox::{Bakes, DEFAULT_TEMPLATE, Parts, Pool, Sandboxes, Sites, Size, Slots},
     template::Templates,
     volume::Volumes,
@@ -93,7 +94,9 @@ pub async fn run(
         Arc::clone(&config.plans),
     )
     .await?;
+    let previews = Previews::open(ground.db.clone(), ground.clock.clone()).await?;
     let app = Arc::new(App {
+        previews,
         buffers: Buffers::new(config.capacity.buffer_bytes),
         rate: Rate::new(config.capacity.rate_limit),
         idempotency: Idempotency::default(),

@@ -5,6 +5,7 @@ mod events;
 mod execs;
 mod keyed;
 mod keys;
+mod ports;
 mod quotas;
 mod sandboxes;
 mod snapshots;
@@ -33,6 +34,7 @@ pub(crate) use self::{
     execs::{ExecPlace, ExecRow, ExecSum, ShortOutput},
     keyed::KeyedRow,
     keys::KeyRow,
+    ports::PreviewRow,
     sandboxes::SandboxRow,
     snapshots::SnapshotRow,
     templates::{BuildRow, TemplateRow},
@@ -49,6 +51,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (5, "machines", include_str!("migrations/0005_machines.sql")),
     (6, "accounts", include_str!("migrations/0006_accounts.sql")),
     (7, "snapshot network", include_str!("migrations/0007_snapshot_network.sql")),
+    (11, "ports", include_str!("migrations/0011_ports.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

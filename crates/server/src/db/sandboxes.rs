@@ -166,8 +166,12 @@ impl Db {
     ) -> Result<(), Error> {
         fault::point!("delete.row_deleting", Error::internal);
         let mut transaction = self.pool().begin().await?;
-        let of_sandbox =
-            ["DELETE FROM attachments WHERE sandbox = $1", "DELETE FROM sandboxes WHERE id = $1"];
+        let of_sandbox = [
+            "DELETE FROM attachments WHERE sandbox = $1",
+            "DELETE FROM preview_tokens WHERE sandbox = $1",
+            "DELETE FROM exposed_ports WHERE sandbox = $1",
+            "DELETE FROM sandboxes WHERE id = $1",
+        ];
         for statement in of_sandbox {
             sqlx::query(statement).bind(id.to_string()).execute(&mut *transaction).await?;
         }

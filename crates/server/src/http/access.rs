@@ -26,6 +26,8 @@ pub(super) enum Access {
     Read,
     /// Keys of full scope.
     Full,
+    /// Keys of full scope, and tokens for the one port that the route leads to: see [`super::proxy`].
+    Port,
 }
 
 /// Goes before every handler.
@@ -54,7 +56,7 @@ async fn caller_of(
         Access::Open => return Ok(None),
         Access::Metrics if app.config.open_metrics => return Ok(None),
         Access::Metrics | Access::Read => Scope::Read,
-        Access::Full => Scope::Full,
+        Access::Full | Access::Port => Scope::Full,
     };
     let key = key_in(headers).ok_or_else(unauthenticated)?;
     let caller = app.keys.verify(key).await?;

@@ -196,6 +196,7 @@ fn log(error: &Error, request_id: &str, method: &str, route: &str) {
         | ErrorCode::TooLarge
         | ErrorCode::RangeNotSatisfiable
         | ErrorCode::RateLimited
+        | ErrorCode::BadGateway
         | ErrorCode::Unavailable
         | ErrorCode::TimedOut
         | ErrorCode::CapacityExceeded => {

@@ -17,6 +17,8 @@ mod logs;
 mod machine_execs;
 mod machines;
 mod networks;
+mod ports;
+mod proxy;
 mod query;
 mod quotas;
 mod range;
@@ -53,7 +55,7 @@ use crate::{App, Error};
 /// Every route, and who may use it.
 #[rustfmt::skip]
 fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
-    use Access::{Full, Metrics, Open, Read};
+    use Access::{Full, Metrics, Open, Port, Read};
     vec![
         (Open,    routes!(server::healthz)),
         (Open,    routes!(server::version)),
@@ -130,6 +132,15 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Full,    routes!(files::delete)),
         (Read,    routes!(files::list)),
         (Read,    routes!(files::stat)),
+
+        (Read,    routes!(ports::list)),
+        (Full,    routes!(ports::expose)),
+        (Full,    routes!(ports::withdraw)),
+        (Full,    routes!(ports::withdraw_one)),
+        (Full,    routes!(ports::create_token)),
+        (Read,    routes!(ports::tokens)),
+        (Full,    routes!(ports::revoke_token)),
+        (Port,    routes!(proxy::documented)),
     ]
 }
 
@@ -184,6 +195,14 @@ fn describe(operation: &mut Operation, access: Access) {
 fn router(app: &Arc<App>) -> Router {
     let mut router = Router::new();
     for (access, (_, paths, methods)) in routes() {
+        if access == Access::Port {
+            // Of every method, and with a look at credentials of its own. What comes is the guest's affair: also its
+            // `Idempotency-Key`.
+            for path in proxy::ROUTES {
+                router = router.route(path, axum::routing::any(proxy::by_path));
+            }
+            continue;
+        }
         let guard = middleware::from_fn_with_state((Arc::clone(app), access), access::admit);
         let once = middleware::from_fn_with_state(Arc::clone(app), idempotency::once);
         for path in paths.paths.keys() {

@@ -28,7 +28,12 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use tower::Service;
 use utoipa::ToSchema;
 
-use super::{body::ok, connections::Place, held::with, stopping::Stopping};
+use super::{
+    body::ok,
+    held::with,
+    proxy::{self, Named, Over},
+    stopping::Stopping,
+};
 use crate::{
     App,
     metrics::{Figure, Figures},
@@ -48,7 +53,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Answers requests until `shutdown` resolves, then ends those under way.
 pub async fn serve(app: Arc<App>, listener: TcpListener, shutdown: impl Future<Output = ()>) {
-    let router = super::router(&app);
+    let routers =
+        Routers { api: super::router(&app), ports: proxy::hosts(&app), app: Arc::clone(&app) };
     let (connections, stop) = (TaskTracker::new(), CancellationToken::new());
     let refusals = Arc::new(Semaphore::new(REFUSALS));
     let mut shutdown = pin!(shutdown);
@@ -60,7 +66,9 @@ pub async fn serve(app: Arc<App>, listener: TcpListener, shutdown: impl Future<O
         match accepted {
             Ok((stream, peer)) => match app.connections.enter(peer.ip().to_canonical()) {
                 Some(place) => {
-                    let connection = serve_connection(router.clone(), stream, place, stop.clone());
+                    let place = Arc::new(place);
+                    let over = Over { place, peer: peer.ip().to_canonical() };
+                    let connection = serve_connection(routers.clone(), stream, over, stop.clone());
                     connections.spawn(connection);
                 }
                 // Beyond those that are being told so, the connection is simply closed.
@@ -111,20 +119,38 @@ async fn refuse(mut stream: TcpStream) {
     let _ = tokio::time::timeout(REFUSE_DEADLINE, told).await;
 }
 
+/// By the host that a request names, it is for the API or for a port of a sandbox: neither is reached at the other's.
+#[derive(Clone)]
+struct Routers {
+    app: Arc<App>,
+    api: Router,
+    ports: Router,
+}
+
+impl Routers {
+    fn of<B>(&self, request: &Request<B>) -> Router {
+        match proxy::named(&self.app.config.previews, request.uri(), request.headers()) {
+            Named::Api => self.api.clone(),
+            Named::Port(..) | Named::Nothing => self.ports.clone(),
+        }
+    }
+}
+
 async fn serve_connection(
-    router: Router,
+    routers: Routers,
     stream: TcpStream,
-    place: Place,
+    over: Over,
     stop: CancellationToken,
 ) {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection is already gone");
     }
-    let place = Arc::new(place);
+    let place = Arc::clone(&over.place);
     let service = {
-        let (place, stopping) = (Arc::clone(&place), stop.clone());
+        let stopping = stop.clone();
         service_fn(move |mut request: Request<Incoming>| {
-            let (mut router, busy) = (router.clone(), place.busy());
+            let (mut router, busy) = (routers.of(&request), over.place.busy());
+            request.extensions_mut().insert(over.clone());
             request.extensions_mut().insert(Stopping(stopping.clone()));
             async move {
                 let response = router.call(request.map(Body::new)).await;

@@ -24,6 +24,7 @@ mod machines;
 mod network;
 mod pausing;
 mod pool;
+mod ports;
 mod power;
 mod recovery;
 mod registry;
@@ -63,6 +64,7 @@ pub(crate) use self::{
     capacity::Limits,
     create::{DEFAULT_TEMPLATE, check_environment},
     pool::Pool,
+    ports::Connection,
     registry::{Registry, locked},
     site::{Sites, Slots, instance_of, uids},
     state::{State, Target},

@@ -12,6 +12,7 @@ use tokio::sync::{Notify, oneshot, watch};
 use super::{
     Execs, Logs,
     driver::Inside,
+    ports::MOST_CONNECTIONS,
     state::{Refusal, RootDisk, State, Target, Wish, accept, shown},
     usage::Usage,
 };
@@ -44,6 +45,8 @@ pub(crate) struct Entry {
     /// Slots whose volumes have grown while it stood still: their file systems follow when it goes on.
     pub(crate) grown: Mutex<BTreeSet<u8>>,
     pub(crate) usage: Arc<Usage>,
+    /// For connections to its ports.
+    pub(crate) connections: Arc<tokio::sync::Semaphore>,
     /// Held by whoever does something to the machine: the driver in each step, a snapshot.
     pub(crate) turn: tokio::sync::Mutex<()>,
     /// Held while the row is written, so that the newest is written last.
@@ -72,6 +75,7 @@ impl Entry {
             root_volume: Mutex::default(),
             grown: Mutex::default(),
             usage: Arc::default(),
+            connections: Arc::new(tokio::sync::Semaphore::new(MOST_CONNECTIONS)),
             turn: tokio::sync::Mutex::new(()),
             writing: tokio::sync::Mutex::new(()),
             requests: tokio::sync::Mutex::new(()),

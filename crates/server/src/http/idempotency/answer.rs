@@ -150,6 +150,7 @@ fn is_forgotten(error: &Error, kind: Kind) -> bool {
         | ErrorCode::Gone
         | ErrorCode::PreconditionFailed
         | ErrorCode::TooLarge
+        | ErrorCode::BadGateway
         | ErrorCode::RangeNotSatisfiable => false,
     }
 }

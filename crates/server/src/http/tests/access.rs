@@ -39,6 +39,8 @@ const READ: &[(&str, &str)] = &[
     ("GET", "/v1/sandboxes/{id}/fs"),
     ("GET", "/v1/sandboxes/{id}/fs/dir"),
     ("GET", "/v1/sandboxes/{id}/fs/stat"),
+    ("GET", "/v1/sandboxes/{id}/ports"),
+    ("GET", "/v1/sandboxes/{id}/preview-token"),
 ];
 const FULL: &[(&str, &str)] = &[
     ("POST", "/v1/me/tokens"),
@@ -75,6 +77,16 @@ const FULL: &[(&str, &str)] = &[
     ("DELETE", "/v1/machines/{id}/execs/{exec_id}"),
     ("PUT", "/v1/sandboxes/{id}/fs"),
     ("DELETE", "/v1/sandboxes/{id}/fs"),
+    ("POST", "/v1/sandboxes/{id}/ports"),
+    ("DELETE", "/v1/sandboxes/{id}/ports"),
+    ("DELETE", "/v1/sandboxes/{id}/ports/{port}"),
+    ("POST", "/v1/sandboxes/{id}/preview-token"),
+    ("DELETE", "/v1/sandboxes/{id}/preview-token/{token}"),
+    ("GET", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("POST", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("PUT", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("PATCH", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("DELETE", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
 ];
 const OPEN: &[(&str, &str)] = &[("GET", "/healthz"), ("GET", "/version"), ("GET", "/openapi.json")];
 
@@ -282,6 +294,12 @@ async fn tokens_environment_and_content_are_in_no_log_line() {
         .await
         .unwrap();
     bearer(inside(Method::GET, "/fs?path=relative&access_token=secret-token")).await.unwrap();
+    bearer(inside(Method::GET, "/proxy/1/x?access_token=secret-token")).await.unwrap();
+    bearer(inside(Method::GET, "/proxy/1/x?access_token=atp_secret-token")).await.unwrap();
+    let preview = bearer(inside(Method::POST, "/preview-token").body(r#"{"port": 1}"#));
+    let preview: serde_json::Value = preview.await.unwrap().json().await.unwrap();
+    let preview = preview["token"].as_str().unwrap().to_owned();
+    inside(Method::GET, &format!("/proxy/1/x?access_token={preview}")).send().await.unwrap();
     bearer(inside(Method::POST, "/exec").body(r#"{"cmd": 1, "env": {"A": "secret-value"}}"#))
         .await
         .unwrap();
@@ -293,6 +311,7 @@ async fn tokens_environment_and_content_are_in_no_log_line() {
     assert!(log.contains("refused a request"), "nothing was captured: {log}");
     for secret in [
         &token[8..],
+        &preview[8..],
         KEY,
         "secret-output",
         "secret-value",

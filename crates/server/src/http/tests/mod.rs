@@ -7,6 +7,7 @@ mod files;
 mod idempotency;
 mod limits;
 mod machine_execs;
+mod ports;
 
 use std::{
     collections::BTreeMap,
@@ -30,6 +31,7 @@ use crate::{
     http::{Connections, Idempotency, Rate},
     keys::Keys,
     metrics::Metrics,
+    previews::Previews,
     sandbox::{ExecLimits, Sandboxes},
     template::Templates,
     volume::Volumes,
@@ -116,7 +118,9 @@ impl Server {
             guest().await,
             environment,
         );
+        let previews = Previews::open(db.clone(), clock.clone()).await.unwrap();
         let app = Arc::new(App {
+            previews,
             buffers: Buffers::new(config.capacity.buffer_bytes),
             rate: Rate::new(config.capacity.rate_limit),
             idempotency: Idempotency::default(),
