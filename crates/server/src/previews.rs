@@ -187,7 +187,7 @@ mod tests {
         clock.advance(60_000);
         assert_eq!(opens(&short.token, 8080).await, closed);
         assert_eq!(opens(&long.token, 8080).await, Ok(()));
-        assert_eq!(previews.list(&sandbox).await.unwrap(), [long.preview.clone()]);
+        assert_eq!(previews.list(&sandbox).await.unwrap(), std::slice::from_ref(&long.preview));
 
         // Another server of the same rows knows it, too.
         let again = Previews::open(db.clone(), clock.clone()).await.unwrap();

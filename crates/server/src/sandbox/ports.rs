@@ -165,7 +165,7 @@ async fn carry(stream: &guest::Stream, io: DuplexStream, broken: &AtomicBool) {
         Ok(())
     };
     // What the guest takes no more does not end what it says.
-    let out = async { Ok::<_, machine::Error>(drop(out.await)) };
+    let out = async { Ok::<_, machine::Error>(out.await.is_ok()) };
     if tokio::try_join!(out, back).is_err() {
         broken.store(true, Ordering::SeqCst);
     }

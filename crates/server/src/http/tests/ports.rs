@@ -384,7 +384,7 @@ async fn a_token_opens_one_port_by_query_then_by_cookie_until_it_is_revoked() {
     let listed = listed.text().await.unwrap();
     assert!(!listed.contains(&made.token));
     let listed: PreviewTokenList = serde_json::from_str(&listed).unwrap();
-    assert_eq!(listed.tokens, [made.preview.clone()]);
+    assert_eq!(listed.tokens, std::slice::from_ref(&made.preview));
     let revoked = server.inside(Method::DELETE, &format!("/preview-token/{}", made.preview.id));
     assert_eq!(revoked.send().await.unwrap().status(), 204);
     for refused in [with(port), with_cookie(port)] {
