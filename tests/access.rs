@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 78] = [
+const ROUTES: [(&str, &str, Gate); 82] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -115,6 +115,10 @@ const ROUTES: [(&str, &str, Gate); 78] = [
     ("put", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
     ("patch", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
     ("delete", "/v1/sandboxes/{id}/proxy/{port}/{path}", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/ssh", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/exec/pty", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/terminals", Gate::Read),
+    ("delete", "/v1/sandboxes/{id}/terminals/{terminal_id}", Gate::Full),
 ];
 
 /// The route as a request that would do something, for a sandbox that is there.

@@ -21,7 +21,7 @@ suite! {
 const BUILT: Duration = Duration::from_secs(240);
 const SOON: Duration = Duration::from_secs(60);
 /// All routes that name something. One that is missing here fails the claim, so that nobody adds one without this test.
-const NAMING: [(&str, &str); 59] = [
+const NAMING: [(&str, &str); 63] = [
     ("delete", "/v1/me/tokens/{token}"),
     ("get", "/v1/templates/{name}"),
     ("delete", "/v1/templates/{name}"),
@@ -81,6 +81,10 @@ const NAMING: [(&str, &str); 59] = [
     ("put", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
     ("patch", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
     ("delete", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("get", "/v1/sandboxes/{id}/ssh"),
+    ("get", "/v1/sandboxes/{id}/exec/pty"),
+    ("get", "/v1/sandboxes/{id}/terminals"),
+    ("delete", "/v1/sandboxes/{id}/terminals/{terminal_id}"),
 ];
 /// All others: what they list is the account's own.
 const LISTING: [(&str, &str); 19] = [

@@ -62,6 +62,11 @@ uuid_id!(
     PreviewTokenId, "a preview token's id"
 );
 
+uuid_id!(
+    /// A UUID.
+    TerminalId, "a terminal id"
+);
+
 /// Ids become file names, so nothing that a path could interpret gets in.
 fn is_plain(text: &str, longest: usize) -> bool {
     (1..=longest).contains(&text.len())

@@ -15,6 +15,7 @@ mod port;
 mod sandbox;
 mod snapshot;
 mod template;
+mod terminal;
 mod volume;
 
 pub use account::{Account, Price, Quotas, Usage, UsedAmounts};
@@ -29,7 +30,7 @@ pub use file::{DirListing, FileEntry, FileKind, FileWritten};
 pub use fork::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
 pub use id::{
     AccountId, ExecId, InvalidId, KeyId, PreviewTokenId, SandboxId, SnapshotId, TemplateName,
-    VolumeId, VolumeName,
+    TerminalId, VolumeId, VolumeName,
 };
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
 pub use machine::{
@@ -45,4 +46,5 @@ pub use sandbox::{
 };
 pub use snapshot::{CreateSnapshot, Snapshot, SnapshotList};
 pub use template::{Build, BuildStatus, Template};
+pub use terminal::{Terminal, TerminalControl, TerminalList, TerminalSignal};
 pub use volume::{CreateVolume, UpdateVolume, Volume, VolumeKind, VolumeList, VolumeState};

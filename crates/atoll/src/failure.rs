@@ -69,7 +69,7 @@ fn explain_client(error: &client::Error) -> (String, Option<String>) {
         Error::BadUrl { .. } => {
             (error.to_string(), Some("write it like http://127.0.0.1:8080".to_owned()))
         }
-        Error::BadKey | Error::Silent { .. } => (error.to_string(), None),
+        Error::BadKey | Error::Silent { .. } | Error::Lost { .. } => (error.to_string(), None),
         Error::Setup { .. } | Error::Interrupted { .. } | Error::Unexpected { .. } => {
             (format!("could not {}", with_causes(error)), None)
         }

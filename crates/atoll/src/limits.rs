@@ -55,9 +55,16 @@ pub(crate) struct Limits {
     /// How long they are kept, in seconds [default: a week]
     #[arg(long, env = "ATOLL_EXECS_KEPT_FOR", value_name = "SECONDS", default_value_t = 604_800, hide_default_value = true, value_parser = clap::value_parser!(u64).range(1..=315_360_000))]
     execs_kept_for: u64,
+    /// How long a terminal goes on in its sandbox when its connection is lost, in seconds; attach to it again within that time
+    #[arg(long, env = "ATOLL_TERMINAL_LINGER", value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(0..=604_800))]
+    terminal_linger: u64,
 }
 
 impl Limits {
+    pub(crate) fn terminal_linger(&self) -> Duration {
+        Duration::from_secs(self.terminal_linger)
+    }
+
     pub(crate) fn execs(&self) -> ExecLimits {
         let count = |number| usize::try_from(number).unwrap_or(usize::MAX);
         ExecLimits {

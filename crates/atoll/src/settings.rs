@@ -95,6 +95,7 @@ impl Settings {
             },
             execs: self.limits.execs(),
             previews: self.previews.config(),
+            terminal_linger: self.limits.terminal_linger(),
             plans: Arc::new(self.plans()?),
         })
     }

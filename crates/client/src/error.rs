@@ -21,6 +21,9 @@ pub enum Error {
     Silent { url: String },
     #[error("read the server's answer")]
     Interrupted { source: reqwest::Error },
+    /// A connection that lasts has broken off.
+    #[error("the connection to the server is lost")]
+    Lost { source: Box<dyn StdError + Send + Sync> },
     #[error("read what the server answered")]
     Unexpected { source: Box<dyn StdError + Send + Sync> },
     #[error("{0}")]
@@ -45,6 +48,7 @@ impl Error {
             | Self::Unreachable { .. }
             | Self::Silent { .. }
             | Self::Interrupted { .. }
+            | Self::Lost { .. }
             | Self::Unexpected { .. } => None,
         }
     }

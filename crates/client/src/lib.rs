@@ -15,6 +15,7 @@ mod sandbox;
 mod snapshot;
 pub mod sse;
 mod template;
+mod terminal;
 mod volume;
 
 use std::{future::Future, time::Duration};
@@ -34,6 +35,7 @@ pub use crate::{
     machine_exec::ExecPage,
     sandbox::SandboxFilter,
     template::{BuildLines, BuildSource},
+    terminal::{Keyboard, Screen, ScreenEvent, TerminalConnection, TerminalOptions},
 };
 
 /// The server sends something (white space, a comment) at least every 15 s, whatever it is doing.

@@ -33,6 +33,8 @@ pub struct Config {
     pub volumes: VolumeLimits,
     pub execs: ExecLimits,
     pub previews: PreviewConfig,
+    /// How long a terminal goes on with nobody attached to it.
+    pub terminal_linger: Duration,
     pub plans: Arc<Plans>,
 }
 
@@ -128,6 +130,7 @@ impl Config {
             volumes: VolumeLimits { most: 8, largest_mb: 1024, total_mb: None },
             execs: ExecLimits::default(),
             previews: PreviewConfig::default(),
+            terminal_linger: Duration::from_secs(300),
             plans: Arc::default(),
         }
     }

@@ -8,8 +8,9 @@ use axum::{
     middleware::Next,
     response::{IntoResponse, Response},
 };
-use http::{HeaderMap, header::AUTHORIZATION, request::Parts};
+use http::{HeaderMap, Uri, header::AUTHORIZATION, request::Parts};
 
+use super::query::Query;
 use crate::{
     App, Error,
     keys::{Caller, unauthenticated},
@@ -28,6 +29,8 @@ pub(super) enum Access {
     Full,
     /// Keys of full scope, and tokens for the one port that the route leads to: see [`super::proxy`].
     Port,
+    /// Keys of full scope, also in the query: a browser sends no headers of ours with a WebSocket.
+    Socket,
 }
 
 /// Goes before every handler.
@@ -36,7 +39,7 @@ pub(super) async fn admit(
     mut request: Request,
     next: Next,
 ) -> Response {
-    match caller_of(&app, access, request.headers()).await {
+    match caller_of(&app, access, request.headers(), request.uri()).await {
         Ok(caller) => {
             if let Some(caller) = caller {
                 request.extensions_mut().insert(caller);
@@ -51,14 +54,17 @@ async fn caller_of(
     app: &App,
     access: Access,
     headers: &HeaderMap,
+    uri: &Uri,
 ) -> Result<Option<Caller>, Error> {
     let required = match access {
         Access::Open => return Ok(None),
         Access::Metrics if app.config.open_metrics => return Ok(None),
         Access::Metrics | Access::Read => Scope::Read,
-        Access::Full | Access::Port => Scope::Full,
+        Access::Full | Access::Port | Access::Socket => Scope::Full,
     };
-    let key = key_in(headers).ok_or_else(unauthenticated)?;
+    let query = Query::parse(uri.query().unwrap_or_default().as_bytes());
+    let in_query = if access == Access::Socket { query.text("access_token")? } else { None };
+    let key = key_in(headers).or(in_query).ok_or_else(unauthenticated)?;
     let caller = app.keys.verify(key).await?;
     app.rate.check(key, &caller)?;
     match (required, caller.scope) {

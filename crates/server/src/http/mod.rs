@@ -29,9 +29,11 @@ mod snapshots;
 mod sse;
 mod stopping;
 mod templates;
+mod terminals;
 #[cfg(test)]
 mod tests;
 mod transitions;
+mod upgrades;
 mod upload;
 mod usage;
 mod volumes;
@@ -55,7 +57,7 @@ use crate::{App, Error};
 /// Every route, and who may use it.
 #[rustfmt::skip]
 fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
-    use Access::{Full, Metrics, Open, Port, Read};
+    use Access::{Full, Metrics, Open, Port, Read, Socket};
     vec![
         (Open,    routes!(server::healthz)),
         (Open,    routes!(server::version)),
@@ -126,6 +128,11 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Read,    routes!(machine_execs::get)),
         (Full,    routes!(machine_execs::cancel)),
         (Read,    routes!(machine_execs::output)),
+
+        (Socket,  routes!(terminals::ssh)),
+        (Socket,  routes!(terminals::pty)),
+        (Read,    routes!(terminals::list)),
+        (Full,    routes!(terminals::end)),
 
         (Read,    routes!(files::read)),
         (Full,    routes!(files::write)),

@@ -33,6 +33,7 @@ use super::{
     held::with,
     proxy::{self, Named, Over},
     stopping::Stopping,
+    upgrades::Upgrades,
 };
 use crate::{
     App,
@@ -68,7 +69,8 @@ pub async fn serve(app: Arc<App>, listener: TcpListener, shutdown: impl Future<O
                 Some(place) => {
                     let place = Arc::new(place);
                     let over = Over { place, peer: peer.ip().to_canonical() };
-                    let connection = serve_connection(routers.clone(), stream, over, stop.clone());
+                    let upgrades = Upgrades::new(&over.place, stop.clone(), connections.clone());
+                    let connection = serve_connection(routers.clone(), stream, over, upgrades);
                     connections.spawn(connection);
                 }
                 // Beyond those that are being told so, the connection is simply closed.
@@ -136,22 +138,18 @@ impl Routers {
     }
 }
 
-async fn serve_connection(
-    routers: Routers,
-    stream: TcpStream,
-    over: Over,
-    stop: CancellationToken,
-) {
+async fn serve_connection(routers: Routers, stream: TcpStream, over: Over, upgrades: Upgrades) {
     if let Err(error) = stream.set_nodelay(true) {
         tracing::debug!(%error, "a connection is already gone");
     }
-    let place = Arc::clone(&over.place);
+    let (place, stop) = (Arc::clone(&over.place), upgrades.stop().clone());
     let service = {
         let stopping = stop.clone();
         service_fn(move |mut request: Request<Incoming>| {
             let (mut router, busy) = (routers.of(&request), over.place.busy());
             request.extensions_mut().insert(over.clone());
             request.extensions_mut().insert(Stopping(stopping.clone()));
+            request.extensions_mut().insert(upgrades.clone());
             async move {
                 let response = router.call(request.map(Body::new)).await;
                 let response = response.unwrap_or_else(|never| match never {});

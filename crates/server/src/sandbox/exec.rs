@@ -326,6 +326,25 @@ fn timeout_of(request: &ExecRequest) -> Result<Option<Duration>, Error> {
     }
 }
 
+/// Where something runs, and as whom.
+pub(super) fn check_place(cwd: Option<&str>, user: Option<&str>) -> Result<(), Error> {
+    if let Some(directory) = cwd
+        && (!directory.starts_with('/')
+            || directory.contains('\0')
+            || directory.len() > LONGEST_PATH)
+    {
+        return Err(Error::invalid("`cwd` must be an absolute path"));
+    }
+    user.map_or(Ok(()), check_user)
+}
+
+pub(super) fn check_user(user: &str) -> Result<(), Error> {
+    if user.is_empty() || user.contains('\0') || user.len() > LONGEST_USER {
+        return Err(Error::invalid("`user` must be a name or a number, also `user:group`"));
+    }
+    Ok(())
+}
+
 fn exec_start(
     request: &ExecRequest,
     timeout: Option<Duration>,
@@ -342,18 +361,7 @@ fn exec_start(
         let message = "`cmd` may have at most 3 MiB; write a longer script to a file with PUT …/fs and run that";
         return Err(Error::new(ErrorCode::TooLarge, message));
     }
-    if let Some(directory) = &request.cwd
-        && (!directory.starts_with('/')
-            || directory.contains('\0')
-            || directory.len() > LONGEST_PATH)
-    {
-        return Err(Error::invalid("`cwd` must be an absolute path"));
-    }
-    if let Some(user) = &request.user
-        && (user.is_empty() || user.contains('\0') || user.len() > LONGEST_USER)
-    {
-        return Err(Error::invalid("`user` must be a name or a number, also `user:group`"));
-    }
+    check_place(request.cwd.as_deref(), request.user.as_deref())?;
     let own = request.env.as_ref();
     own.map_or(Ok(()), check_environment)?;
     let mut all = environment.clone();

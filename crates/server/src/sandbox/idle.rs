@@ -80,9 +80,15 @@ fn limit_and_unused(entry: &Entry) -> Option<(Duration, Duration)> {
     limit.map(Duration::from_secs).zip(entry.usage.unused_for())
 }
 
-/// Also those that nobody watches. A guest that does not say is left alone.
+/// Also those that nobody watches, and terminals that somebody may come back to. A guest that does not say is left alone.
 async fn runs_commands(entry: &Entry) -> bool {
     let Some(guest) = entry.guest() else { return true };
+    match guest.call(Request::TerminalList, ANSWER).await {
+        Ok(Reply::Terminals(all)) if all.iter().all(|one| one.exit_code.is_some()) => {}
+        // From before there were terminals.
+        Err(machine::Error::OldAgent { .. }) => {}
+        Ok(_) | Err(_) => return true,
+    }
     match guest.call(Request::ExecList, ANSWER).await {
         Ok(Reply::Execs(execs)) => {
             execs.iter().any(|(_, status)| status.state == ExecState::Running)

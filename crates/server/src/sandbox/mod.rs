@@ -35,6 +35,7 @@ mod site;
 mod snapshot_sizes;
 mod snapshots;
 mod state;
+mod terminals;
 #[cfg(test)]
 mod testing;
 mod transition;
@@ -73,6 +74,7 @@ pub use self::{
     exec::{ExecEvent, ExecWatch},
     files::{DirEntries, FileContent, Read, Written, too_large},
     logs::{Line, LogReader, Logs},
+    terminals::{NewTerminal, Screen, Terminal},
 };
 use crate::{
     Error,

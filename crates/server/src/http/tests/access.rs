@@ -41,6 +41,7 @@ const READ: &[(&str, &str)] = &[
     ("GET", "/v1/sandboxes/{id}/fs/stat"),
     ("GET", "/v1/sandboxes/{id}/ports"),
     ("GET", "/v1/sandboxes/{id}/preview-token"),
+    ("GET", "/v1/sandboxes/{id}/terminals"),
 ];
 const FULL: &[(&str, &str)] = &[
     ("POST", "/v1/me/tokens"),
@@ -87,6 +88,9 @@ const FULL: &[(&str, &str)] = &[
     ("PUT", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
     ("PATCH", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
     ("DELETE", "/v1/sandboxes/{id}/proxy/{port}/{path}"),
+    ("GET", "/v1/sandboxes/{id}/ssh"),
+    ("GET", "/v1/sandboxes/{id}/exec/pty"),
+    ("DELETE", "/v1/sandboxes/{id}/terminals/{terminal_id}"),
 ];
 const OPEN: &[(&str, &str)] = &[("GET", "/healthz"), ("GET", "/version"), ("GET", "/openapi.json")];
 

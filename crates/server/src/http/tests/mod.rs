@@ -8,6 +8,7 @@ mod idempotency;
 mod limits;
 mod machine_execs;
 mod ports;
+mod terminals;
 
 use std::{
     collections::BTreeMap,
