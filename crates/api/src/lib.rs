@@ -12,6 +12,7 @@ mod key;
 mod machine;
 mod network;
 mod port;
+mod repl;
 mod sandbox;
 mod snapshot;
 mod template;
@@ -40,6 +41,8 @@ pub use machine::{
 pub use network::{CreateNetwork, Egress, Network, NetworkPolicy, UpdateNetwork};
 pub use port::{
     CreatePreviewToken, ExposePort, NewPreviewToken, Port, PortList, PreviewToken, PreviewTokenList,
+pub use repl::{
+    CodeOutput, CodeResult, CodeSession, CodeSessionStatus, CreateCodeSession, RunCode,
 };
 pub use sandbox::{
     BootMode, CreateSandbox, Lifecycle, Sandbox, SandboxStatus, UpdateLifecycle, VolumeMount,

@@ -23,6 +23,7 @@ mod query;
 mod quotas;
 mod range;
 mod rate;
+mod repl;
 mod sandboxes;
 mod server;
 mod snapshots;
@@ -122,6 +123,13 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
 
         (Full,    routes!(execs::run)),
         (Full,    routes!(execs::stream)),
+        (Full,    routes!(repl::create)),
+        (Read,    routes!(repl::list)),
+        (Full,    routes!(repl::delete)),
+        (Full,    routes!(repl::restart)),
+        (Full,    routes!(repl::run)),
+        (Full,    routes!(repl::stream)),
+
         (Read,    routes!(logs::read)),
         (Full,    routes!(machine_execs::start)),
         (Read,    routes!(machine_execs::list)),

@@ -283,6 +283,9 @@ impl Bakes {
         for script in &template.warm_up {
             warm_up(&guest, script).await?;
         }
+        if super::kernels::prepare(&guest).await? {
+            tracing::info!("the bake has a kernel that stands ready");
+        }
         warm_up(&guest, COMPACT).await?;
         guest.forget_now().await.map_err(Error::internal)?;
         guest.call(Request::Quiesce, REST_DEADLINE).await.map_err(Error::internal)?;

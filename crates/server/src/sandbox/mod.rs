@@ -19,6 +19,7 @@ mod fork;
 mod hibernation;
 mod host_memory;
 mod idle;
+mod kernels;
 mod logs;
 mod machines;
 mod network;
@@ -73,6 +74,7 @@ pub(crate) use self::{
 pub use self::{
     exec::{ExecEvent, ExecWatch},
     files::{DirEntries, FileContent, Read, Written, too_large},
+    kernels::CellWatch,
     logs::{Line, LogReader, Logs},
     terminals::{NewTerminal, Screen, Terminal},
 };

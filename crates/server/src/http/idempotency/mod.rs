@@ -36,7 +36,13 @@ const MOST_REMEMBERED: u64 = 100_000;
 
 /// Routes on which a command may have begun when no answer comes: what they were asked for is never done again. On all
 /// others a request that comes again finds what it has made, or changes nothing by being carried out twice.
-pub(super) const RUNNING: [&str; 2] = ["/v1/sandboxes/{id}/exec", "/v1/sandboxes/{id}/exec/stream"];
+pub(super) const RUNNING: [&str; 5] = [
+    "/v1/sandboxes/{id}/exec",
+    "/v1/sandboxes/{id}/exec/stream",
+    "/v1/sandboxes/{id}/repl/sessions",
+    "/v1/sandboxes/{id}/repl/sessions/{session_id}/run",
+    "/v1/sandboxes/{id}/repl/sessions/{session_id}/run/stream",
+];
 
 /// Routes on which a command that has begun is found again by its id.
 const FOUND: [&str; 1] = ["/v1/machines/{id}/execs"];
