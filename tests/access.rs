@@ -92,6 +92,12 @@ const ROUTES: [(&str, &str, Gate); 82] = [
     ("post", "/v1/machines/{id}/volume/detach", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec", Gate::Full),
     ("post", "/v1/sandboxes/{id}/exec/stream", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/repl/sessions", Gate::Read),
+    ("post", "/v1/sandboxes/{id}/repl/sessions", Gate::Full),
+    ("delete", "/v1/sandboxes/{id}/repl/sessions/{session_id}", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/repl/sessions/{session_id}/restart", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/repl/sessions/{session_id}/run", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/repl/sessions/{session_id}/run/stream", Gate::Full),
     ("get", "/v1/sandboxes/{id}/logs", Gate::Read),
     ("post", "/v1/machines/{id}/execs", Gate::Full),
     ("get", "/v1/machines/{id}/execs", Gate::Read),
@@ -146,7 +152,8 @@ fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuild
         ("post", "/v1/machines/{id}/execs") => {
             request.json(&json!({"exec_id": "smuggled", "script": "touch /root/smuggled"}))
         }
-        ("post", _) => request.json(&json!({"cmd": "touch /root/smuggled"})),
+        ("post", _) => request
+            .json(&json!({"cmd": "touch /root/smuggled", "code": "open('/root/smuggled', 'w')"})),
         ("put", _) => request.body("smuggled"),
         _ => request,
     }

@@ -50,6 +50,12 @@ const NAMING: [(&str, &str); 63] = [
     ("delete", "/v1/volumes/{id}"),
     ("post", "/v1/sandboxes/{id}/exec"),
     ("post", "/v1/sandboxes/{id}/exec/stream"),
+    ("get", "/v1/sandboxes/{id}/repl/sessions"),
+    ("post", "/v1/sandboxes/{id}/repl/sessions"),
+    ("delete", "/v1/sandboxes/{id}/repl/sessions/{session_id}"),
+    ("post", "/v1/sandboxes/{id}/repl/sessions/{session_id}/restart"),
+    ("post", "/v1/sandboxes/{id}/repl/sessions/{session_id}/run"),
+    ("post", "/v1/sandboxes/{id}/repl/sessions/{session_id}/run/stream"),
     ("get", "/v1/sandboxes/{id}/logs"),
     ("post", "/v1/volumes/{id}/attach"),
     ("post", "/v1/volumes/{id}/detach"),
@@ -213,7 +219,9 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
             request.json(&json!({"machine_id": SandboxId::random()}))
         }
         _ if path.contains("/volumes/") => request.json(&json!({"size_mb": 128})),
-        _ => request.json(&json!({"cmd": "hostname theirs", "count": 1, "port": 80})),
+        _ => request.json(
+            &json!({"cmd": "hostname theirs", "count": 1, "port": 80, "code": "1"}),
+        ),
     }
 }
 

@@ -18,6 +18,7 @@ suite! {
     the_guide_to_networks_works,
     the_guide_to_volumes_works,
     the_guide_to_machines_works,
+    the_guide_to_the_interpreter_works,
     getting_started_works,
     the_guide_to_production_works,
     the_guide_to_snapshots_works,
@@ -28,11 +29,12 @@ suite! {
 }
 
 /// Each has a claim below.
-const RUN: [&str; 11] = [
+const RUN: [&str; 12] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
     "docs/guides/getting-started.md",
+    "docs/guides/interpreter.md",
     "docs/guides/machines.md",
     "docs/guides/network.md",
     "docs/guides/production.md",
@@ -141,6 +143,10 @@ async fn the_guide_to_volumes_works(host: Host) {
 
 async fn the_guide_to_machines_works(host: Host) {
     works(&host, "docs/guides/machines.md").await;
+}
+
+async fn the_guide_to_the_interpreter_works(host: Host) {
+    works(&host, "docs/guides/interpreter.md").await;
 }
 
 async fn getting_started_works(host: Host) {

@@ -395,7 +395,8 @@ async fn routes_of_a_sandbox(server: &Server, id: &str) -> Vec<(Method, String)>
             .into_iter()
             .filter(|method| item.get(method).is_some())
         {
-            let path = path.replace("{id}", id).replace("{exec_id}", "e");
+            let path =
+                path.replace("{id}", id).replace("{exec_id}", "e").replace("{session_id}", "s");
             let query = if path.contains("/fs") { "?path=/etc/hostname" } else { "" };
             routes.push((method.to_uppercase().parse().unwrap(), format!("{path}{query}")));
         }
@@ -417,7 +418,7 @@ async fn all_are_404(server: &Server, id: &str) {
         } else if route.contains("/volume/") {
             json!({"volume_id": "any"})
         } else {
-            json!({"cmd": "true"})
+            json!({"cmd": "true", "code": "1"})
         };
         let request = server.request(method.clone(), &route);
         let request = if method == Method::GET || method == Method::DELETE {

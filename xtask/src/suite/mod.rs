@@ -31,6 +31,7 @@ const SCENARIOS: &[&str] = &[
     "commands",
     "directory",
     "files",
+    "interpreter",
     "isolation",
     "lifecycle",
     "machine",
