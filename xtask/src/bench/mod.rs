@@ -5,6 +5,7 @@ mod execs;
 mod figures;
 mod floor;
 mod host;
+mod interpreter;
 mod machines;
 mod measure;
 mod reads;
@@ -111,7 +112,7 @@ fn number(object: &Value, field: &str) -> anyhow::Result<u64> {
 
 fn all() -> impl Iterator<Item = &'static Group> {
     let state = measure::GROUPS.iter().chain(state::GROUPS);
-    state.chain(machines::GROUPS).chain(execs::GROUPS)
+    state.chain(machines::GROUPS).chain(execs::GROUPS).chain(interpreter::GROUPS)
 }
 
 fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {

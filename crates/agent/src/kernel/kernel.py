@@ -71,7 +71,7 @@ def run(connection_file, ready):
 
 
 def prepare():
-    """Whatever the first chart or table would have to import or to look for."""
+    """Whatever the first chart, table or traceback would have to import or to look for."""
     import gc
     import importlib
     import io
@@ -94,6 +94,15 @@ def prepare():
         figure.legend()
         figure.savefig(io.BytesIO(), format="png", bbox_inches="tight")
         pyplot.close("all")
+    except Exception:
+        pass
+    try:
+        from IPython.core.ultratb import FormattedTB
+
+        try:
+            raise ValueError
+        except ValueError:
+            FormattedTB(mode="Context", color_scheme="NoColor").text(*sys.exc_info())
     except Exception:
         pass
     gc.collect()
