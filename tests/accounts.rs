@@ -219,9 +219,7 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
             request.json(&json!({"machine_id": SandboxId::random()}))
         }
         _ if path.contains("/volumes/") => request.json(&json!({"size_mb": 128})),
-        _ => request.json(
-            &json!({"cmd": "hostname theirs", "count": 1, "port": 80, "code": "1"}),
-        ),
+        _ => request.json(&json!({"cmd": "hostname theirs", "count": 1, "port": 80, "code": "1"})),
     }
 }
 

@@ -41,6 +41,7 @@ pub use machine::{
 pub use network::{CreateNetwork, Egress, Network, NetworkPolicy, UpdateNetwork};
 pub use port::{
     CreatePreviewToken, ExposePort, NewPreviewToken, Port, PortList, PreviewToken, PreviewTokenList,
+};
 pub use repl::{
     CodeOutput, CodeResult, CodeSession, CodeSessionStatus, CreateCodeSession, RunCode,
 };

@@ -89,10 +89,11 @@ impl Running {
     /// # Errors
     /// The guest does not answer.
     pub async fn sessions(&self) -> Result<Vec<CodeSession>, Error> {
-        match self.guest.call(Request::KernelList, CALL_DEADLINE).await? {
-            Reply::Kernels(kernels) => Ok(kernels.into_iter().map(shown).collect()),
-            _ => Err(misbehaved("a list of sessions was something else")),
-        }
+        let reply = self.guest.call(Request::KernelList, CALL_DEADLINE).await?;
+        let Reply::Kernels(kernels) = reply else {
+            return Err(misbehaved("a list of sessions was something else"));
+        };
+        Ok(kernels.into_iter().map(shown).collect())
     }
 
     /// All that it has begun ends with it.
