@@ -9,7 +9,7 @@ pub const MAX_EVENT: usize = 32 << 20;
 /// Cells that may wait in one session, beside the one that runs.
 pub const MOST_WAITING: usize = 16;
 /// A cell whose time is up is interrupted. One that goes on all the same loses its kernel after so long.
-pub const INTERRUPT_GRACE_MS: u64 = 10_000;
+pub const INTERRUPT_GRACE_MS: u64 = 20_000;
 
 #[derive(Clone, Serialize, Deserialize, PartialEq, Eq)]
 pub struct KernelStart {

@@ -98,8 +98,8 @@ pub enum Request {
     Dial { port: u16 },
     /// [`Reply::Listeners`].
     Listeners,
-    /// Of version 2. [`Reply::Done`]: where the guest has Python's kernel, one stands ready for the first session, and more
-    /// are begun without importing anything. Before a bake.
+    /// Of version 2. Before a bake, and like [`Request::KernelStart`]: where the guest has Python's kernel, one stands ready
+    /// for the first session, and more are begun without importing anything.
     KernelPrepare,
     /// Of version 2. [`KernelEvent`](crate::kernel::KernelEvent)s as `Content`, then a finish. A session with a kernel of
     /// this language begins. An id that exists: [`ErrorCode::Conflict`].
