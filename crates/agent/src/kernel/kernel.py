@@ -234,6 +234,9 @@ def serve(control):
 
 
 RENEW = int(sys.argv[1])
+# This text came in a descriptor. Modules are looked for as in an interactive session.
+os.close(int(os.path.basename(sys.argv[0])))
+sys.path[0] = ""
 if len(sys.argv) > 2:
     run(sys.argv[2], int(sys.argv[3]))
 else:

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use protocol::message::{ErrorCode, Failure};
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::io::{Errno, FdFlags, fcntl_setfd};
 use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
@@ -22,7 +23,7 @@ use super::zmtp::{Connection, Kind};
 use crate::failure::refuse;
 
 /// Runs Python's kernel, or forks it: see there.
-pub(crate) const NURSERY_SCRIPT: &str = include_str!("kernel.py");
+const SCRIPT: &str = include_str!("kernel.py");
 /// The signal on which Python's kernels draw their random numbers anew: a real-time one that nobody else is likely to use.
 pub(crate) const RENEW: i32 = 40;
 
@@ -164,6 +165,14 @@ fn fork(nursery: OwnedFd, start: &Start, connection_file: &Path) -> Option<Begun
     Some(Begun { process, pidfd, origin, stdout, stderr, ready: Some(ready) })
 }
 
+/// The text of what runs Python's kernels, in memory: it is nobody's file, and no line of `ps` either.
+pub(crate) fn script() -> std::io::Result<OwnedFd> {
+    use std::io::Write;
+    let mut file = File::from(memfd_create(c"kernel.py", MemfdFlags::CLOEXEC)?);
+    file.write_all(SCRIPT.as_bytes())?;
+    Ok(file.into())
+}
+
 /// Of control groups: the kernel shall be in ours.
 fn own_group() -> Option<String> {
     let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
@@ -191,11 +200,14 @@ fn begin(
         }
         None => {
             let (ours, theirs) = pipe_with(PipeFlags::CLOEXEC)?;
-            fcntl_setfd(&theirs, FdFlags::empty())?;
+            let script = script()?;
+            for inherited in [&theirs, &script] {
+                fcntl_setfd(inherited, FdFlags::empty())?;
+            }
             let mut command = Command::new("python3");
-            command.args(["-c", NURSERY_SCRIPT, &RENEW.to_string()]).arg(connection_file);
-            command.arg(theirs.as_raw_fd().to_string());
-            ready = Some((ours, theirs));
+            command.arg(format!("/proc/self/fd/{}", script.as_raw_fd())).arg(RENEW.to_string());
+            command.arg(connection_file).arg(theirs.as_raw_fd().to_string());
+            ready = Some((ours, theirs, script));
             command
         }
     };
@@ -212,7 +224,7 @@ fn begin(
     let none = || std::io::Error::from(Errno::BADF);
     let stdout = child.stdout.take().ok_or_else(none)?.into();
     let stderr = child.stderr.take().ok_or_else(none)?.into();
-    let ready = ready.map(|(ours, _)| ours);
+    let ready = ready.map(|(ours, ..)| ours);
     Ok(Begun { process, pidfd, origin: Origin::Own(child), stdout, stderr, ready })
 }
 

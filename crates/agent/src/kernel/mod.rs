@@ -13,7 +13,7 @@ mod zmtp;
 
 use std::path::{Path, PathBuf};
 
-pub(crate) use launch::{NURSERY_SCRIPT, RENEW};
+pub(crate) use launch::{RENEW, script};
 
 /// How the process of a session ends, where it is not killed.
 pub(crate) mod exit {

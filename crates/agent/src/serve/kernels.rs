@@ -17,7 +17,7 @@ use crate::exec::command::{self, Plan, Wanted};
 use crate::failure::{failed, refuse};
 use crate::files::path;
 use crate::kernel::channel::{self, Call, Start};
-use crate::kernel::{self, NURSERY_SCRIPT, RENEW, exit};
+use crate::kernel::{self, RENEW, exit};
 
 /// Each is a language with its libraries in memory.
 const MOST_SESSIONS: usize = 64;
@@ -98,8 +98,12 @@ impl Server {
             return Err(refuse(ErrorCode::Conflict, "kernels are prepared already"));
         }
         let (ours, theirs) = channel::packets().map_err(no_channel)?;
-        let arguments = ["python3", "-c", NURSERY_SCRIPT, &RENEW.to_string()];
-        let plan = plan(&arguments.map(|argument| argument.as_bytes().to_vec()))?;
+        let text = format!("/proc/self/fd/{}", command::SCRIPT);
+        let arguments = ["python3", &text, &RENEW.to_string()];
+        let mut plan = plan(&arguments.map(|argument| argument.as_bytes().to_vec()))?;
+        plan.script = Some(kernel::script().map_err(|error| {
+            refuse(ErrorCode::Busy, format!("keep the text of kernels in memory: {error}"))
+        })?);
         let nursery = self.run_own("kernel:nursery".to_owned(), plan, theirs)?;
         let exec =
             nursery.ok_or_else(|| refuse(ErrorCode::NotFound, "this sandbox has no python3"))?;
