@@ -41,6 +41,21 @@ pub fn run() -> i32 {
     }
 }
 
+/// Without a process that would have to look: whether ipykernel lies where Python's packages do.
+pub(crate) fn may_have_python() -> bool {
+    let mut places = vec![PathBuf::from("/usr/lib/python3/dist-packages")];
+    for base in ["/usr/lib", "/usr/local/lib"] {
+        let versions = std::fs::read_dir(base).into_iter().flatten().flatten();
+        let versions = versions.map(|entry| entry.path()).filter(|path| {
+            path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("python3"))
+        });
+        for version in versions {
+            places.extend(["dist-packages", "site-packages"].map(|name| version.join(name)));
+        }
+    }
+    places.iter().any(|place| place.join("ipykernel").is_dir())
+}
+
 /// Where the kernel of the session with this process has its sockets. In memory where possible: nothing is written
 /// there while file systems stand still.
 pub(crate) fn directory(process: u32) -> PathBuf {

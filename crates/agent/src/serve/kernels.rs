@@ -97,6 +97,9 @@ impl Server {
         if self.kernels.nursery.is_some() || self.kernels.spare.is_some() {
             return Err(refuse(ErrorCode::Conflict, "kernels are prepared already"));
         }
+        if !kernel::may_have_python() {
+            return Err(refuse(ErrorCode::NotFound, "this sandbox has no ipykernel"));
+        }
         let (ours, theirs) = channel::packets().map_err(no_channel)?;
         let text = format!("/proc/self/fd/{}", command::SCRIPT);
         let arguments = ["python3", &text, &RENEW.to_string()];
