@@ -17,7 +17,8 @@ suite! {
     a_cell_that_takes_long_is_kept_alive,
     sessions_survive_hibernation_and_a_restart_of_the_server,
     kernels_of_clones_draw_their_own_random_numbers,
-    a_template_without_a_kernel_says_how_to_get_one,
+    a_template_without_a_kernel_says_how_to_get_one;
+    soak:
 }
 
 /// Two kernels have something to do, or a whole machine comes back.
