@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 82] = [
+const ROUTES: [(&str, &str, Gate); 100] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -125,14 +125,35 @@ const ROUTES: [(&str, &str, Gate); 82] = [
     ("get", "/v1/sandboxes/{id}/exec/pty", Gate::Full),
     ("get", "/v1/sandboxes/{id}/terminals", Gate::Read),
     ("delete", "/v1/sandboxes/{id}/terminals/{terminal_id}", Gate::Full),
+    ("get", "/v1/sandboxes/{id}/fs/archive", Gate::Read),
+    ("get", "/v1/sandboxes/{id}/fs/watch", Gate::Read),
+    ("get", "/v1/sandboxes/{id}/fs/uploads", Gate::Read),
+    ("get", "/v1/sandboxes/{id}/fs/uploads/{upload}", Gate::Read),
+    ("patch", "/v1/sandboxes/{id}/fs", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/fs/move", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/fs/mkdir", Gate::Full),
+    ("put", "/v1/sandboxes/{id}/fs/archive", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/fs/uploads", Gate::Full),
+    ("put", "/v1/sandboxes/{id}/fs/uploads/{upload}/parts/{number}", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/fs/uploads/{upload}/complete", Gate::Full),
+    ("delete", "/v1/sandboxes/{id}/fs/uploads/{upload}", Gate::Full),
 ];
 
 /// The route as a request that would do something, for a sandbox that is there.
 fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuilder {
-    let mut path =
-        route.replace("{id}", id).replace("{name}", "base").replace("{token}", "atl_12345678");
+    let mut path = route
+        .replace("{id}", id)
+        .replace("{name}", "base")
+        .replace("{token}", "atl_12345678")
+        .replace("{upload}", "u")
+        .replace("{number}", "1");
     if route.contains("/fs") {
-        path.push_str(if route.ends_with("/dir") { "?path=/etc" } else { "?path=/etc/hostname" });
+        path.push_str(match route.rsplit('/').next() {
+            Some("dir") => "?path=/etc",
+            // Of what is there it would never end.
+            Some("watch") => "?path=/none",
+            _ => "?path=/etc/hostname",
+        });
     }
     let request = client.request(method.to_uppercase().parse().unwrap(), &path);
     match (method, route) {
@@ -151,6 +172,12 @@ fn request(client: &Client, method: &str, route: &str, id: &str) -> RequestBuild
             .body("name=smuggled&recipe=from%3D%22base%22"),
         ("post", "/v1/machines/{id}/execs") => {
             request.json(&json!({"exec_id": "smuggled", "script": "touch /root/smuggled"}))
+        }
+        ("post", "/v1/sandboxes/{id}/fs/move") => {
+            request.json(&json!({"from": "/etc/hostname", "to": "/root/smuggled"}))
+        }
+        ("post", "/v1/sandboxes/{id}/fs/mkdir" | "/v1/sandboxes/{id}/fs/uploads") => {
+            request.json(&json!({"path": "/root/smuggled"}))
         }
         ("post", _) => request
             .json(&json!({"cmd": "touch /root/smuggled", "code": "open('/root/smuggled', 'w')"})),
@@ -235,9 +262,16 @@ async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
                 assert_eq!(answer.refusal(), (403, "forbidden".to_owned()), "{method} {route}")
             }
             Gate::Open | Gate::Read
-                if ["/builds/", "/snapshots/{", "/volumes/{", "/execs/{"]
-                    .iter()
-                    .any(|part| route.contains(part)) =>
+                if [
+                    "/builds/",
+                    "/snapshots/{",
+                    "/volumes/{",
+                    "/execs/{",
+                    "/uploads/{",
+                    "/fs/watch",
+                ]
+                .iter()
+                .any(|part| route.contains(part)) =>
             {
                 assert_eq!(answer.status, 404, "{method} {route}")
             }

@@ -21,7 +21,7 @@ suite! {
 const BUILT: Duration = Duration::from_secs(240);
 const SOON: Duration = Duration::from_secs(60);
 /// All routes that name something. One that is missing here fails the claim, so that nobody adds one without this test.
-const NAMING: [(&str, &str); 63] = [
+const NAMING: [(&str, &str); 81] = [
     ("delete", "/v1/me/tokens/{token}"),
     ("get", "/v1/templates/{name}"),
     ("delete", "/v1/templates/{name}"),
@@ -91,6 +91,18 @@ const NAMING: [(&str, &str); 63] = [
     ("get", "/v1/sandboxes/{id}/exec/pty"),
     ("get", "/v1/sandboxes/{id}/terminals"),
     ("delete", "/v1/sandboxes/{id}/terminals/{terminal_id}"),
+    ("get", "/v1/sandboxes/{id}/fs/archive"),
+    ("get", "/v1/sandboxes/{id}/fs/watch"),
+    ("get", "/v1/sandboxes/{id}/fs/uploads"),
+    ("get", "/v1/sandboxes/{id}/fs/uploads/{upload}"),
+    ("patch", "/v1/sandboxes/{id}/fs"),
+    ("post", "/v1/sandboxes/{id}/fs/move"),
+    ("post", "/v1/sandboxes/{id}/fs/mkdir"),
+    ("put", "/v1/sandboxes/{id}/fs/archive"),
+    ("post", "/v1/sandboxes/{id}/fs/uploads"),
+    ("put", "/v1/sandboxes/{id}/fs/uploads/{upload}/parts/{number}"),
+    ("post", "/v1/sandboxes/{id}/fs/uploads/{upload}/complete"),
+    ("delete", "/v1/sandboxes/{id}/fs/uploads/{upload}"),
 ];
 /// All others: what they list is the account's own.
 const LISTING: [(&str, &str); 19] = [
@@ -179,7 +191,8 @@ impl Things {
         let query = if route.contains("/fs") { "?path=/etc/hostname" } else { "" };
         let filled = |id: &&str| {
             let path = route.replace("{id}", id).replace("{token}", id).replace("{name}", id);
-            path.replace("{exec_id}", EXEC) + query
+            path.replace("{exec_id}", EXEC).replace("{upload}", "u").replace("{number}", "1")
+                + query
         };
         ids.iter().map(filled).collect()
     }
@@ -209,6 +222,10 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
     let request = client.request(method.to_uppercase().parse().unwrap(), path);
     match method {
         "get" | "delete" => request,
+        _ if path.contains("/fs/move") => {
+            request.json(&json!({"from": "/etc/hostname", "to": "/a"}))
+        }
+        _ if path.contains("/fs/") && method == "post" => request.json(&json!({"path": "/a"})),
         _ if path.ends_with("/network") => request.json(&json!({"egress": "none"})),
         _ if path.ends_with("/lifecycle") => request.json(&json!({"ttl_seconds": 60})),
         _ if path.ends_with("/execs") => {

@@ -395,8 +395,12 @@ async fn routes_of_a_sandbox(server: &Server, id: &str) -> Vec<(Method, String)>
             .into_iter()
             .filter(|method| item.get(method).is_some())
         {
-            let path =
-                path.replace("{id}", id).replace("{exec_id}", "e").replace("{session_id}", "s");
+            let path = path
+                .replace("{id}", id)
+                .replace("{exec_id}", "e")
+                .replace("{session_id}", "s")
+                .replace("{upload}", "u")
+                .replace("{number}", "1");
             let query = if path.contains("/fs") { "?path=/etc/hostname" } else { "" };
             routes.push((method.to_uppercase().parse().unwrap(), format!("{path}{query}")));
         }
@@ -417,6 +421,10 @@ async fn all_are_404(server: &Server, id: &str) {
             json!({"port": 80})
         } else if route.contains("/volume/") {
             json!({"volume_id": "any"})
+        } else if route.contains("/fs/move") {
+            json!({"from": "/a", "to": "/b"})
+        } else if route.contains("/fs/") {
+            json!({"path": "/a"})
         } else {
             json!({"cmd": "true", "code": "1"})
         };

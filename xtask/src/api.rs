@@ -1,6 +1,9 @@
 //! The few calls of the HTTP API that the suite and the bench make. Not crate `client`, which the bench would measure.
 
-use std::time::{Duration, Instant};
+use std::{
+    io::Read as _,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context, bail, ensure};
 use serde_json::{Value, json};
@@ -39,6 +42,31 @@ impl Api {
         let answer =
             self.agent.get(self.address(path)).header("Authorization", &self.authorization).call();
         content(answer, &format!("GET {path}")).map(|(_, body)| body)
+    }
+
+    /// How many bytes come, without holding them. `look` is called now and then.
+    pub(crate) fn drain(
+        &self,
+        path: &str,
+        mut look: impl FnMut() -> anyhow::Result<()>,
+    ) -> anyhow::Result<u64> {
+        let answer =
+            self.agent.get(self.address(path)).header("Authorization", &self.authorization).call();
+        let answer = answer.with_context(|| format!("call GET {path}"))?;
+        ensure!(answer.status() == 200, "call GET {path}: {}", answer.status());
+        let (mut reader, mut buffer) = (answer.into_body().into_reader(), vec![0; 256 << 10]);
+        let (mut bytes, mut looked) = (0, 0);
+        loop {
+            let count = reader.read(&mut buffer).with_context(|| format!("read GET {path}"))?;
+            if count == 0 {
+                return Ok(bytes);
+            }
+            bytes += count as u64;
+            if bytes - looked >= 32 << 20 {
+                looked = bytes;
+                look()?;
+            }
+        }
     }
 
     pub(crate) fn get_json(&self, path: &str) -> anyhow::Result<Value> {

@@ -12,7 +12,7 @@ use anyhow::{Context, bail, ensure};
 use crate::{build, suite::Tally, wait};
 
 /// Each a program in `fuzz/targets`.
-const TARGETS: &[&str] = &["frames", "paths", "ranges"];
+const TARGETS: &[&str] = &["archives", "frames", "paths", "ranges"];
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 /// What guides libFuzzer: counters in every block, and the values that are compared. Named by a target, so that build
 /// scripts go without.
@@ -30,7 +30,7 @@ const LONGEST_SHOWN: usize = 1024;
 
 #[derive(clap::Args)]
 pub(crate) struct Options {
-    /// frames, paths, ranges; all of them, side by side, when none is named
+    /// archives, frames, paths, ranges; all of them, side by side, when none is named
     targets: Vec<String>,
     /// How long
     #[arg(long, default_value_t = 60)]

@@ -27,7 +27,10 @@ pub use event::{
 pub use exec::{
     Exec, ExecList, ExecOutput, ExecRequest, ExecResult, ExecState, ExecStream, StartExec,
 };
-pub use file::{DirListing, FileEntry, FileKind, FileWritten};
+pub use file::{
+    BeginUpload, ChangeFile, CompleteUpload, DirListing, FileEntry, FileEvent, FileKind,
+    FileWritten, MakeDirectory, MoveFile, Unpacked, Upload, UploadList, UploadParts,
+};
 pub use fork::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
 pub use id::{
     AccountId, ExecId, InvalidId, KeyId, PreviewTokenId, SandboxId, SnapshotId, TemplateName,

@@ -2,6 +2,7 @@
 
 use api::{DirListing, FileEntry, FileWritten, SandboxId};
 use bytes::Bytes;
+use http::header::{IF_RANGE, RANGE};
 use reqwest::{Body, Method, Response};
 
 use crate::{Client, Error, escaped, next_chunk};
@@ -24,7 +25,20 @@ impl Client {
         path: impl AsRef<[u8]>,
     ) -> Result<FileContent, Error> {
         let response = self.send(self.request(Method::GET, &file_url(id, "", path))).await?;
-        Ok(FileContent { response, url: self.url().to_owned() })
+        Ok(FileContent::new(response, self.url()))
+    }
+
+    /// The rest of a file from `start` on, or all of it where it is not what it was.
+    pub async fn read_file_from(
+        &self,
+        id: &SandboxId,
+        path: impl AsRef<[u8]>,
+        start: u64,
+        etag: &str,
+    ) -> Result<FileContent, Error> {
+        let request = self.request(Method::GET, &file_url(id, "", path));
+        let request = request.header(RANGE, format!("bytes={start}-")).header(IF_RANGE, etag);
+        Ok(FileContent::new(self.send(request).await?, self.url()))
     }
 
     /// The file appears whole or not at all.
@@ -72,7 +86,7 @@ impl Client {
     }
 }
 
-fn file_url(id: &SandboxId, route: &str, path: impl AsRef<[u8]>) -> String {
+pub(crate) fn file_url(id: &SandboxId, route: &str, path: impl AsRef<[u8]>) -> String {
     format!("/v1/sandboxes/{id}/fs{route}?path={}", escaped(path))
 }
 
@@ -83,6 +97,15 @@ pub struct FileContent {
 }
 
 impl FileContent {
+    pub(crate) fn new(response: Response, url: &str) -> Self {
+        Self { response, url: url.to_owned() }
+    }
+
+    /// Not all of the file, but the part that was asked for.
+    pub fn is_partial(&self) -> bool {
+        self.response.status() == http::StatusCode::PARTIAL_CONTENT
+    }
+
     pub fn size(&self) -> Option<u64> {
         self.response.content_length()
     }

@@ -16,6 +16,7 @@ mod snapshot;
 pub mod sse;
 mod template;
 mod terminal;
+mod tree;
 mod volume;
 
 use std::{future::Future, time::Duration};

@@ -7,6 +7,7 @@
 //!
 //! The byte stream has no reliable disconnect signal, so every connection begins with a handshake: see [`hello`].
 
+pub mod files;
 pub mod frame;
 pub mod hello;
 pub mod kernel;

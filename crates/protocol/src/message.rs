@@ -3,6 +3,7 @@
 
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
+use crate::files::{FilesReply, FilesRequest};
 use crate::kernel::{KernelRun, KernelStart, KernelStatus};
 
 /// # Panics
@@ -132,6 +133,8 @@ pub enum Request {
     /// As the request inside is answered, with the rights of this user on files: a name or number, also `user:group`. What is
     /// made belongs to them, unless the request names another owner.
     FileAs { user: String, request: FileRequest },
+    /// See there. With the rights of this user, as above.
+    Files { user: Option<String>, request: FilesRequest },
 }
 
 /// What [`Request::FileAs`] may hold.
@@ -183,7 +186,8 @@ impl Request {
             | Self::TerminalSignal { .. }
             | Self::TerminalEnd { .. }
             | Self::TerminalList
-            | Self::FileAs { .. } => 2,
+            | Self::FileAs { .. }
+            | Self::Files { .. } => 2,
         }
     }
 }
@@ -218,6 +222,7 @@ pub enum Reply {
         exit_code: i32,
     },
     Terminals(Vec<TerminalStatus>),
+    Files(FilesReply),
 }
 
 /// Everything by which a clone becomes a machine of its own.

@@ -288,7 +288,7 @@ impl Bench {
     }
 
     /// One sandbox and one guest of the floor, side by side.
-    fn with_both(
+    pub(super) fn with_both(
         &self,
         mut measure: impl FnMut(&Api, &str, &mut Guest) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
@@ -311,7 +311,11 @@ impl Samples {
 
     /// Of [`LARGE`] bytes, in MiB per second.
     fn push_rates(&mut self, ours: Duration, floor: Duration) {
-        let megabytes = (LARGE >> 20) as f64;
+        self.push_rates_of(LARGE, ours, floor);
+    }
+
+    pub(super) fn push_rates_of(&mut self, bytes: usize, ours: Duration, floor: Duration) {
+        let megabytes = (bytes >> 20) as f64;
         self.ours.push(megabytes / ours.as_secs_f64());
         self.floor.push(megabytes / floor.as_secs_f64());
     }

@@ -3,6 +3,7 @@
 mod bursts;
 mod execs;
 mod figures;
+mod files;
 mod floor;
 mod host;
 mod interpreter;
@@ -112,7 +113,8 @@ fn number(object: &Value, field: &str) -> anyhow::Result<u64> {
 
 fn all() -> impl Iterator<Item = &'static Group> {
     let state = measure::GROUPS.iter().chain(state::GROUPS);
-    state.chain(machines::GROUPS).chain(execs::GROUPS).chain(interpreter::GROUPS)
+    let state = state.chain(machines::GROUPS).chain(execs::GROUPS);
+    state.chain(interpreter::GROUPS).chain(files::GROUPS)
 }
 
 fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {

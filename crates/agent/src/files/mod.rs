@@ -2,10 +2,14 @@
 //! a few hundred KiB, whatever the size of a file or directory.
 
 pub(crate) mod acting;
+pub(crate) mod archive;
+pub(crate) mod change;
 pub(crate) mod delete;
 pub(crate) mod list;
 pub(crate) mod path;
 pub(crate) mod read;
+pub(crate) mod upload;
+pub(crate) mod watch;
 pub(crate) mod write;
 
 use std::fs::File;

@@ -161,7 +161,7 @@ fn read_whole(file: &File, path: &[u8]) -> Result<Vec<u8>, Failure> {
 }
 
 /// On a file system without a disk whose sizes are inventions (sysfs says 4096 for everything).
-pub(super) fn is_made_up(file: impl AsFd) -> bool {
+pub(crate) fn is_made_up(file: impl AsFd) -> bool {
     // Linux `include/uapi/linux/magic.h`: proc, sysfs, cgroup2, cgroup, debugfs, tracefs, securityfs, bpf.
     const MADE_UP: [u64; 8] = [
         0x9fa0,

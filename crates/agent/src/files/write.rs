@@ -41,15 +41,110 @@ struct Temporary {
     file: File,
     /// A second descriptor of the directory, for the removal.
     name: Option<(OwnedFd, String)>,
+    /// Not removed when the writing fails: it may be tried again.
+    is_kept: bool,
+}
+
+/// Where a file that comes in parts lies until it is whole.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    /// Where it will appear.
+    pub(crate) path: Vec<u8>,
+    directory: Vec<u8>,
+    name: Vec<u8>,
+    temporary: String,
+    inode: u64,
+    owner: Option<(u32, u32)>,
+    user: Someone,
+}
+
+impl Place {
+    /// Whoever owns the directory may have put something else there meanwhile.
+    pub(crate) fn open(&self) -> Result<File, Failure> {
+        let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let found = self
+            .open_directory()
+            .and_then(|directory| openat(directory, self.temporary.as_str(), flags, Mode::empty()))
+            .and_then(|file| fstat(&file).map(|stat| (file, stat)));
+        match found {
+            Ok((file, stat)) if stat.st_ino == self.inode && stat.st_nlink == 1 => Ok(file.into()),
+            Ok(_)
+            | Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP | Errno::NXIO | Errno::ISDIR) => {
+                let shown = shown(&self.path);
+                let message = format!(
+                    "write {shown}: what has come of it was deleted in the sandbox; begin again"
+                );
+                Err(refuse(ErrorCode::NotFound, message))
+            }
+            Err(error) => Err(failed("write", &self.path, error)),
+        }
+    }
+
+    pub(crate) fn remove(&self) {
+        if self.open().is_ok()
+            && let Ok(directory) = self.open_directory()
+        {
+            let _ = unlinkat(directory, self.temporary.as_str(), AtFlags::empty());
+        }
+    }
+
+    fn open_directory(&self) -> Result<OwnedFd, Errno> {
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        openat(CWD, &self.directory[..], flags, Mode::empty())
+    }
 }
 
 impl Writer {
     pub(crate) fn begin(request: FileWrite, user: Someone) -> Result<Self, Failure> {
         let acting = user.clone();
-        acting_as(acting.as_deref(), || Self::begin_acting(request, user))
+        acting_as(acting.as_deref(), || Self::begin_acting(request, user, Temporary::create))
     }
 
-    fn begin_acting(request: FileWrite, user: Someone) -> Result<Self, Failure> {
+    /// Under a name that stays until the file is whole, or given up.
+    pub(crate) fn begin_in_parts(request: FileWrite, user: Someone) -> Result<Place, Failure> {
+        let acting = user.clone();
+        let mut writer = acting_as(acting.as_deref(), || {
+            Self::begin_acting(request, user, Temporary::create_named)
+        })?;
+        let fail = |error| failed("write", &writer.path, error);
+        let inode = fstat(&writer.temporary.file).map_err(fail)?.st_ino;
+        let named = writer.temporary.name.take();
+        let Some((_, temporary)) = named else { return Err(fail(Errno::IO)) };
+        let directory = path::split(&writer.path).map_or(&b"/"[..], |(directory, _)| directory);
+        Ok(Place {
+            directory: directory.to_vec(),
+            name: writer.name,
+            path: writer.path,
+            temporary,
+            inode,
+            owner: writer.owner,
+            user: writer.user,
+        })
+    }
+
+    /// Of which `written` bytes have come, all there are.
+    pub(crate) fn resume(
+        request: FileWrite,
+        place: Place,
+        file: File,
+        written: u64,
+    ) -> Result<Self, Failure> {
+        let opened = place.open_directory().and_then(|directory| {
+            let other = directory.try_clone().map_err(errno)?;
+            Ok((directory, other))
+        });
+        let (directory, other) = opened.map_err(|error| failed("write", &place.path, error))?;
+        let temporary = Temporary { file, name: Some((other, place.temporary)), is_kept: true };
+        let Place { path, name, owner, user, .. } = place;
+        let written_back = written;
+        Ok(Self { request, user, path, directory, name, temporary, owner, written, written_back })
+    }
+
+    fn begin_acting(
+        request: FileWrite,
+        user: Someone,
+        create: impl FnOnce(&OwnedFd) -> Result<Temporary, Errno>,
+    ) -> Result<Self, Failure> {
         let asked = path::resolve(&request.path)?;
         let owner = match &request.owner {
             None => None,
@@ -81,8 +176,7 @@ impl Writer {
                 return Err(failed("write", &path, Errno::NOSPC));
             }
         }
-        let temporary =
-            Temporary::create(&directory).map_err(|error| failed("write", &path, error))?;
+        let temporary = create(&directory).map_err(|error| failed("write", &path, error))?;
         let name = name.to_vec();
         let (written, written_back) = (0, 0);
         Ok(Self { request, user, directory, name, temporary, owner, written, written_back, path })
@@ -169,21 +263,28 @@ impl Writer {
 }
 
 impl Temporary {
-    fn create(directory: impl AsFd) -> Result<Self, Errno> {
+    fn create(directory: &OwnedFd) -> Result<Self, Errno> {
         let mode = Mode::RUSR | Mode::WUSR;
-        match openat(&directory, ".", OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
-            Ok(file) => return Ok(Self { file: file.into(), name: None }),
+        match openat(directory, ".", OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
+            Ok(file) => Ok(Self { file: file.into(), name: None, is_kept: false }),
             // The file system has no nameless files.
-            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT | Errno::INVAL) => {}
-            Err(error) => return Err(error),
+            Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::NOENT | Errno::INVAL) => {
+                Self::create_named(directory)
+            }
+            Err(error) => Err(error),
         }
+    }
+
+    fn create_named(directory: &OwnedFd) -> Result<Self, Errno> {
+        let mode = Mode::RUSR | Mode::WUSR;
         let name = temporary_name()?;
         let flags =
             OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let file = openat(&directory, name.as_str(), flags, mode)?;
+        let file = openat(directory, name.as_str(), flags, mode)?;
         Ok(Self {
             file: file.into(),
-            name: Some((directory.as_fd().try_clone_to_owned().map_err(errno)?, name)),
+            name: Some((directory.try_clone().map_err(errno)?, name)),
+            is_kept: false,
         })
     }
 
@@ -209,7 +310,9 @@ impl Temporary {
         if let Some((_, temporary)) = &self.name {
             if only_new {
                 // The other name goes with the drop.
-                return linkat(directory, temporary.as_str(), directory, name, AtFlags::empty());
+                linkat(directory, temporary.as_str(), directory, name, AtFlags::empty())?;
+                self.is_kept = false;
+                return Ok(());
             }
             renameat(directory, temporary.as_str(), directory, name)?;
             self.name = None;
@@ -220,7 +323,9 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        if let Some((directory, name)) = &self.name {
+        if let Some((directory, name)) = &self.name
+            && !self.is_kept
+        {
             let _ = unlinkat(directory, name.as_str(), AtFlags::empty());
         }
     }
@@ -238,7 +343,7 @@ fn errno(error: std::io::Error) -> Errno {
     Errno::from_io_error(&error).unwrap_or(Errno::IO)
 }
 
-fn start_writeback(file: &File, from: u64, length: u64) {
+pub(crate) fn start_writeback(file: &File, from: u64, length: u64) {
     let (Ok(from), Ok(length)) = (i64::try_from(from), i64::try_from(length)) else { return };
     #[expect(unsafe_code, reason = "no crate in use offers sync_file_range")]
     // SAFETY: the descriptor is open and no memory is passed. It only begins what the fsync at the end makes sure of.
@@ -336,7 +441,7 @@ fn follow_links(path: Vec<u8>) -> Result<Vec<u8>, Failure> {
 }
 
 /// Makes what is missing of `path`, each enterable by everybody and owned like the file.
-fn create_directories(path: &[u8], owner: Option<(u32, u32)>) -> Result<(), Failure> {
+pub(crate) fn create_directories(path: &[u8], owner: Option<(u32, u32)>) -> Result<(), Failure> {
     let fail = |error| failed("make the directory", path, error);
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     match openat(CWD, path, flags, Mode::empty()) {

@@ -516,6 +516,7 @@ impl Server {
             }
         }
         self.act_on_terminals();
+        self.drop_stale_uploads();
         self.act_on_quiet();
         self.go_on_shutting_down();
     }

@@ -5,14 +5,15 @@ use std::collections::VecDeque;
 
 use protocol::Reply;
 use protocol::frame::{Channel, HEADER};
-use protocol::message::{Entry, Failure, FileHead, FileRead, FileWrite};
+use protocol::message::{Entry, Failure, FileRead, FileWrite};
+use rustix::event::epoll;
 
+use super::content::{Incoming, Outgoing, Taken};
 use super::stream::{Listed, Reading, Role, WriteState, Writing};
-use super::{Done, Server};
+use super::{Done, Server, Source};
+use crate::failure::failed;
 use crate::files::acting::{Someone, acting_as};
 use crate::files::list::Listing;
-use crate::files::read::Reader;
-use crate::files::write::Writer;
 use crate::files::{delete, list, read};
 
 /// While fewer frames than this are at hand, a worker reads ahead.
@@ -20,15 +21,10 @@ const AHEAD: usize = 6;
 
 pub(crate) enum FileResult {
     Answer(Result<Reply, Failure>),
-    Opened(Result<(FileHead, Reader, Vec<Vec<u8>>), Failure>),
-    Read(Result<(Reader, Vec<Vec<u8>>), Failure>),
-    Written(Result<Written, Failure>),
+    Opened(Result<(Reply, Outgoing, Vec<Vec<u8>>), Failure>),
+    Read(Result<(Outgoing, Vec<Vec<u8>>), Failure>),
+    Written(Result<Taken, Failure>),
     Listed(Result<(Listing, Vec<Entry>, bool), Failure>),
-}
-
-pub(crate) enum Written {
-    Part(Box<Writer>),
-    All { bytes: u64, etag: String },
 }
 
 impl Server {
@@ -42,7 +38,7 @@ impl Server {
             FileResult::Opened(acting_as(user.as_deref(), || {
                 let (head, mut reader) = read::open(&request)?;
                 let frames = reader.next_frames()?;
-                Ok((head, reader, frames))
+                Ok((Reply::File(head), Outgoing::File(reader), frames))
             }))
         });
     }
@@ -76,8 +72,13 @@ impl Server {
     }
 
     pub(crate) fn write_file(&mut self, stream: u32, user: Someone, request: FileWrite) {
+        self.take_in(stream, Incoming::FileAsked(Box::new(request), user));
+    }
+
+    /// Content from the host begins to come.
+    pub(crate) fn take_in(&mut self, stream: u32, incoming: Incoming) {
         if let Some(found) = self.streams.get_mut(&stream) {
-            let state = WriteState::Asked(Box::new(request), user);
+            let state = WriteState::Asked(incoming);
             found.role = Role::Writing(Writing {
                 state,
                 inbox: Vec::new(),
@@ -97,18 +98,18 @@ impl Server {
         }
         let Some(found) = self.streams.get_mut(&stream) else { return };
         let Role::Writing(writing) = &mut found.role else { return };
-        let state = match std::mem::replace(&mut writing.state, WriteState::Away) {
+        let incoming = match std::mem::replace(&mut writing.state, WriteState::Away) {
             WriteState::Away => return,
-            WriteState::Open(writer) if writing.inbox.is_empty() && !writing.finished => {
-                writing.state = WriteState::Open(writer);
+            WriteState::Open(incoming) if writing.inbox.is_empty() && !writing.finished => {
+                writing.state = WriteState::Open(incoming);
                 return;
             }
-            state @ (WriteState::Asked(..) | WriteState::Open(_)) => state,
+            WriteState::Asked(incoming) | WriteState::Open(incoming) => incoming,
         };
         let pieces = std::mem::take(&mut writing.inbox);
         writing.taken_bytes = std::mem::take(&mut writing.inbox_bytes);
         let finished = writing.finished;
-        self.submit(stream, move || FileResult::Written(write(state, &pieces, finished)));
+        self.submit(stream, move || FileResult::Written(incoming.take(&pieces, finished)));
     }
 
     pub(crate) fn file_is_done(&mut self, stream: u32, result: FileResult) {
@@ -122,22 +123,28 @@ impl Server {
             | FileResult::Read(Err(failure))
             | FileResult::Written(Err(failure))
             | FileResult::Listed(Err(failure)) => self.end_with(stream, Err(failure)),
-            FileResult::Opened(Ok((head, reader, frames))) => {
-                self.port.output.reply(stream, &Reply::File(head));
-                self.got_frames(stream, reader, frames.into());
+            FileResult::Opened(Ok((reply, outgoing, frames))) => {
+                if let Outgoing::Watch(watcher, _) = &outgoing {
+                    let edges = epoll::EventFlags::IN | epoll::EventFlags::ET;
+                    let event = Source::Watched.event(stream);
+                    if let Err(error) = epoll::add(&self.poll, watcher.queue(), event, edges) {
+                        self.end_with(stream, Err(failed("watch", b"files", error)));
+                        return;
+                    }
+                }
+                self.port.output.reply(stream, &reply);
+                self.got_frames(stream, outgoing, frames.into());
             }
             FileResult::Read(Ok((reader, frames))) => {
                 self.got_frames(stream, reader, frames.into())
             }
-            FileResult::Written(Ok(Written::All { bytes, etag })) => {
-                self.end_with(stream, Ok(Reply::Written { bytes, etag }));
-            }
-            FileResult::Written(Ok(Written::Part(writer))) => {
+            FileResult::Written(Ok(Taken::All(reply))) => self.end_with(stream, Ok(reply)),
+            FileResult::Written(Ok(Taken::Part(incoming))) => {
                 let mut consumed = 0;
                 if let Some(found) = self.streams.get_mut(&stream)
                     && let Role::Writing(writing) = &mut found.role
                 {
-                    writing.state = WriteState::Open(writer);
+                    writing.state = WriteState::Open(incoming);
                     consumed = std::mem::take(&mut writing.taken_bytes);
                 }
                 self.grant(stream, consumed);
@@ -155,13 +162,15 @@ impl Server {
         }
     }
 
-    fn got_frames(&mut self, stream: u32, reader: Reader, mut frames: VecDeque<Vec<u8>>) {
+    fn got_frames(&mut self, stream: u32, reader: Outgoing, mut frames: VecDeque<Vec<u8>>) {
         if let Some(found) = self.streams.get_mut(&stream) {
             if let Role::Reading(reading) = &mut found.role {
+                reading.may_have_more |= !frames.is_empty();
                 reading.frames.append(&mut frames);
                 reading.reader = Some(reader);
             } else {
-                found.role = Role::Reading(Reading { reader: Some(reader), frames });
+                let reader = Some(reader);
+                found.role = Role::Reading(Reading { reader, frames, may_have_more: true });
             }
             self.has_something(stream);
         }
@@ -180,14 +189,16 @@ impl Server {
             sent = true;
         }
         if reading.frames.len() < AHEAD
+            && reading.may_have_more
             && let Some(mut reader) = reading.reader.take_if(|reader| !reader.is_at_end())
         {
+            reading.may_have_more = !matches!(reader, Outgoing::Watch(..));
             self.submit(stream, move || {
                 FileResult::Read(reader.next_frames().map(|frames| (reader, frames)))
             });
             return sent;
         }
-        if reading.frames.is_empty() && reading.reader.is_some() {
+        if reading.frames.is_empty() && reading.reader.as_ref().is_some_and(Outgoing::is_at_end) {
             self.end_with_finish(stream);
             return false;
         }
@@ -214,18 +225,4 @@ impl Server {
         }
         false
     }
-}
-
-fn write(state: WriteState, pieces: &[Vec<u8>], finished: bool) -> Result<Written, Failure> {
-    let mut writer = match state {
-        WriteState::Asked(request, user) => Box::new(Writer::begin(*request, user)?),
-        WriteState::Open(writer) => writer,
-        WriteState::Away => unreachable!("a stream has one job at a time"),
-    };
-    writer.append(pieces)?;
-    if !finished {
-        return Ok(Written::Part(writer));
-    }
-    let (bytes, etag) = writer.commit()?;
-    Ok(Written::All { bytes, etag })
 }

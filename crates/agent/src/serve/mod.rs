@@ -1,6 +1,7 @@
 //! The server: one loop that waits for the port, the commands' pipes, ended children and the workers' results, and never
 //! for anything else. Without something to do it sleeps; there is no periodic timer.
 
+mod content;
 mod dialed;
 mod execs;
 mod files;
@@ -12,6 +13,7 @@ mod stdin;
 mod stop;
 mod stream;
 mod terminals;
+mod trees;
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -28,6 +30,7 @@ use rustix::event::{Timespec, epoll};
 
 use crate::exec::{Execs, Serial};
 use crate::failure::refuse;
+use crate::files::upload::Uploads;
 use crate::reaper::Reaper;
 use crate::state::State;
 use crate::terminal::Terminals;
@@ -58,10 +61,12 @@ pub(crate) enum Source {
     LineGroup,
     /// The process of a session has something to say.
     Kernel,
+    /// Of a stream.
+    Watched,
 }
 
 impl Source {
-    const ALL: [Self; 14] = [
+    const ALL: [Self; 15] = [
         Self::Port,
         Self::Children,
         Self::Workers,
@@ -76,6 +81,7 @@ impl Source {
         Self::LinePidfd,
         Self::LineGroup,
         Self::Kernel,
+        Self::Watched,
     ];
 
     pub(crate) fn event(self, exec: Serial) -> epoll::EventData {
@@ -125,6 +131,7 @@ pub(crate) struct Server {
     ready: VecDeque<u32>,
     /// Uploads that have got something since the loop last went round.
     fed: Vec<u32>,
+    uploads: Arc<Uploads>,
     execs: Execs,
     terminals: Terminals,
     /// Ends of processes that a worker is just starting and that are not known by their number yet.
@@ -198,6 +205,7 @@ impl Server {
             streams: HashMap::new(),
             ready: VecDeque::new(),
             fed: Vec::new(),
+            uploads: Arc::default(),
             execs: Execs::new(groups),
             terminals: Terminals::default(),
             early: HashMap::new(),
@@ -255,6 +263,7 @@ impl Server {
                     Source::LinePidfd => self.line_pidfd_is_readable(exec),
                     Source::LineGroup => self.line_group_changed(exec),
                     Source::Kernel => self.hear_kernel(exec),
+                    Source::Watched => self.watch_is_readable(exec),
                 }
             }
             self.act_on_deadlines();
@@ -286,12 +295,14 @@ impl Server {
     fn until_deadline(&self) -> Option<Timespec> {
         let shutdown = self.shutdown.as_ref().and_then(Shutdown::deadline);
         let held = self.port.output.held_until();
+        let stale = self.uploads.next_stale().filter(|_| self.phase.is_running());
         let deadlines = [
             self.execs.next_deadline(),
             self.terminals.next_deadline(),
             shutdown,
             held,
             self.quiet_deadline(),
+            stale,
         ];
         let next = deadlines.into_iter().flatten().min()?;
         // Rounded up: waking too early would only mean to go round once more.

@@ -4,6 +4,7 @@
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use protocol::files::FilesRequest;
 use protocol::message::{ErrorCode, Failure, FileRequest, Repair};
 use protocol::{Reply, Request};
 
@@ -286,6 +287,21 @@ impl Server {
             | Request::TerminalResize { id, .. }
             | Request::TerminalSignal { id, .. }
             | Request::TerminalEnd { id, .. } => self.terminals.by_id(id).is_err(),
+            Request::Files { request, .. } => match request {
+                FilesRequest::UploadBegin(_)
+                | FilesRequest::UploadComplete { .. }
+                | FilesRequest::UploadAbort { .. }
+                | FilesRequest::Move { .. }
+                | FilesRequest::MakeDirectory(_)
+                | FilesRequest::Change(_) => true,
+                // As a write.
+                FilesRequest::Unpack(_)
+                | FilesRequest::UploadPart { .. }
+                | FilesRequest::Pack { .. }
+                | FilesRequest::UploadStatus { .. }
+                | FilesRequest::UploadList
+                | FilesRequest::Watch { .. } => false,
+            },
             // A write waits by itself, once its content has come.
             Request::FileWrite(_)
             | Request::Ping

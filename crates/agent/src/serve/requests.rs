@@ -177,6 +177,12 @@ impl Server {
             Request::KernelRestart { id } => self.restart_kernel(stream, &id).map(|()| None),
             Request::KernelEnd { id } => self.end_kernel(&id).map(|()| Some(Reply::Done)),
             Request::KernelList => Ok(Some(Reply::Kernels(self.kernels.statuses()))),
+            Request::Files { user, request } => {
+                let user =
+                    user.map(|user| Accounts::read().find(&user).map(Arc::new)).transpose()?;
+                self.handle_files(stream, user, request);
+                Ok(None)
+            }
         }
     }
 }

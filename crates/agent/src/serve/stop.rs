@@ -119,7 +119,10 @@ impl Server {
         let Some(Shutdown { purpose, .. }) = self.shutdown else { return };
         self.set_step(Step::Flushing);
         let (state, place) = (Arc::clone(&self.state), self.place);
+        let uploads = Arc::clone(&self.uploads);
         self.keeper.submit(move || {
+            // Nobody will know of them, and they lie on the disks.
+            uploads.abort_all();
             let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
             let released = state.release();
             match (purpose, place) {

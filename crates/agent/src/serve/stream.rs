@@ -10,9 +10,8 @@ use crate::exec::Serial;
 use crate::exec::output::Position;
 use crate::files::acting::Someone;
 use crate::files::list::Listing;
-use crate::files::read::Reader;
-use crate::files::write::Writer;
-use protocol::message::FileWrite;
+
+use super::content::{Incoming, Outgoing};
 
 pub(crate) struct Stream {
     /// Data that the host still takes.
@@ -75,8 +74,10 @@ impl Watch {
 
 pub(crate) struct Reading {
     /// `None` while a worker reads.
-    pub(crate) reader: Option<Reader>,
+    pub(crate) reader: Option<Outgoing>,
     pub(crate) frames: VecDeque<Vec<u8>>,
+    /// Always, but of what is watched: then something has happened since it was looked at.
+    pub(crate) may_have_more: bool,
 }
 
 pub(crate) struct Writing {
@@ -89,8 +90,9 @@ pub(crate) struct Writing {
 }
 
 pub(crate) enum WriteState {
-    Asked(Box<FileWrite>, Someone),
-    Open(Box<Writer>),
+    /// Nothing of it has been begun.
+    Asked(Incoming),
+    Open(Incoming),
     /// A worker has it.
     Away,
 }

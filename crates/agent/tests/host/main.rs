@@ -5,6 +5,7 @@
     reason = "a test fails by panicking, on whatever was not due"
 )]
 
+mod archives;
 mod channel;
 mod execs;
 mod files;
@@ -14,5 +15,6 @@ mod ports;
 mod quiet;
 mod support;
 mod terminals;
+mod uploads;
 mod users;
 mod volumes;

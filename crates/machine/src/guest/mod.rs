@@ -16,6 +16,7 @@ use std::time::Duration;
 use tokio::net::UnixStream;
 
 pub use protocol::QUIESCE_LIMIT;
+pub use protocol::files::*;
 pub use protocol::frame::Channel;
 pub use protocol::kernel::{self, CellEnd, KernelEvent, KernelRun, KernelStart, KernelState};
 pub use protocol::message::*;

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{Bytes, BytesMut};
+use protocol::files::FilesReply;
 use protocol::frame::{self, Assembler, Channel, Header, Kind, MAX_PAYLOAD};
 use protocol::message::{self, Failure, Reply, Request};
 use tokio::sync::Notify;
@@ -455,8 +456,15 @@ fn is_whole_answer(reply: &Reply) -> bool {
         | Reply::Listeners(_)
         | Reply::Written { .. }
         | Reply::Kernels(_)
-        | Reply::Terminals(_) => true,
-        Reply::ExecStarted { .. }
+        | Reply::Terminals(_)
+        | Reply::Files(
+            FilesReply::Unpacked { .. }
+            | FilesReply::Upload(_)
+            | FilesReply::Uploads(_)
+            | FilesReply::Entry(_),
+        ) => true,
+        Reply::Files(FilesReply::Packing | FilesReply::Watching)
+        | Reply::ExecStarted { .. }
         | Reply::ExecEnded(_)
         | Reply::File(_)
         | Reply::Connected

@@ -163,6 +163,26 @@ impl<S: Send + Sync> FromRequestParts<S> for InMachine {
     }
 }
 
+/// A part of an upload: the `{id}` of its sandbox, that of the upload, and the part's number.
+pub(super) struct InUpload(pub(super) SandboxId, pub(super) String, pub(super) u32);
+
+impl<S: Send + Sync> FromRequestParts<S> for InUpload {
+    type Rejection = Error;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Error> {
+        let params = RawPathParams::from_request_parts(parts, state).await.ok();
+        let mut names = params.iter().flatten().map(|(_, value)| value);
+        let (Some(id), Some(upload), Some(number)) = (names.next(), names.next(), names.next())
+        else {
+            return Err(Error::not_found("there is nothing with this name: it is not UTF-8"));
+        };
+        let number = number
+            .parse()
+            .map_err(|_| Error::invalid("the number of a part must be a whole number from 1 on"))?;
+        Ok(Self(parse_id(id)?, upload.to_owned(), number))
+    }
+}
+
 /// The one `{…}` of a route, as it was written: each thing has its own rule for what names it.
 pub(super) struct Named(pub(super) String);
 

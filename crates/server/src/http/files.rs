@@ -44,7 +44,7 @@ const LONGEST_OWNER: usize = 128;
 const DEEPEST: u32 = 64;
 
 /// Reading is for both scopes; waking what hibernates is a change.
-async fn to_look(app: &App, caller: &Caller, id: &SandboxId) -> Result<Running, Error> {
+pub(super) async fn to_look(app: &App, caller: &Caller, id: &SandboxId) -> Result<Running, Error> {
     match caller.scope {
         Scope::Full => app.sandboxes.running(&caller.account, id).await,
         Scope::Read => app.sandboxes.running_already(&caller.account, id),
@@ -160,10 +160,7 @@ async fn write_content(
 
 fn write_request(query: &Query, headers: &HeaderMap) -> Result<FileWrite, Error> {
     let mode = query.text("mode")?.filter(|text| !text.is_empty()).map(mode_of).transpose()?;
-    let owner = query.text("owner")?.filter(|text| !text.is_empty());
-    if owner.is_some_and(|owner| owner.len() > LONGEST_OWNER || owner.contains('\0')) {
-        return Err(Error::invalid("`owner` must be `user` or `user:group`, by name or number"));
-    }
+    let owner = owner_in(query)?;
     let unless = etag::list(headers, &IF_NONE_MATCH);
     if unless.iter().any(|tag| tag != "*") {
         return Err(Error::invalid(
@@ -177,7 +174,7 @@ fn write_request(query: &Query, headers: &HeaderMap) -> Result<FileWrite, Error>
     Ok(FileWrite {
         path: path_in(query)?,
         mode,
-        owner: owner.map(str::to_owned),
+        owner,
         create_parents: query.flag("create_parents", true)?,
         if_etags,
         only_new: !unless.is_empty(),
@@ -286,23 +283,73 @@ pub(super) async fn stat(
     )))
 }
 
-fn path_in(query: &Query) -> Result<PathBytes, Error> {
+pub(super) fn path_in(query: &Query) -> Result<PathBytes, Error> {
     let path = query
         .bytes("path")?
         .ok_or_else(|| Error::invalid("`path` is missing: name an absolute path with ?path=/…"))?;
-    if !path.starts_with(b"/") {
-        return Err(Error::invalid("`path` must be absolute: begin it with `/`"));
-    }
-    if path.contains(&0) {
-        return Err(Error::invalid("`path` must not hold NUL"));
-    }
-    if path.len() >= LONGEST_PATH {
-        return Err(Error::invalid("`path` may have at most 4095 bytes"));
-    }
-    Ok(PathBytes::from(path.to_vec()))
+    checked_path("path", path.to_vec())
 }
 
-fn mode_of(text: &str) -> Result<u32, Error> {
+/// Of a field of a body, or of its like for names that are not UTF-8.
+pub(super) fn path_of(
+    field: &str,
+    text: Option<String>,
+    base64: Option<String>,
+) -> Result<PathBytes, Error> {
+    let path = match (text, base64) {
+        (Some(text), None) => text.into_bytes(),
+        (None, Some(base64)) => BASE64_STANDARD
+            .decode(base64)
+            .map_err(|_| Error::invalid(format!("`{field}_b64` must be base64")))?,
+        (Some(_), Some(_)) => {
+            return Err(Error::invalid(format!("give `{field}` or `{field}_b64`, not both")));
+        }
+        (None, None) => {
+            return Err(Error::invalid(format!("`{field}` is missing: name an absolute path")));
+        }
+    };
+    checked_path(field, path)
+}
+
+fn checked_path(field: &str, path: Vec<u8>) -> Result<PathBytes, Error> {
+    if !path.starts_with(b"/") {
+        return Err(Error::invalid(format!("`{field}` must be absolute: begin it with `/`")));
+    }
+    if path.contains(&0) {
+        return Err(Error::invalid(format!("`{field}` must not hold NUL")));
+    }
+    if path.len() >= LONGEST_PATH {
+        return Err(Error::invalid(format!("`{field}` may have at most 4095 bytes")));
+    }
+    Ok(PathBytes::from(path))
+}
+
+pub(super) fn owner_in(query: &Query) -> Result<Option<String>, Error> {
+    owner_of(query.text("owner")?)
+}
+
+pub(super) fn user_in(query: &Query) -> Result<Option<String>, Error> {
+    user_of(query.text("user")?)
+}
+
+/// With whose rights on files; root's where none is named.
+pub(super) fn user_of(text: Option<&str>) -> Result<Option<String>, Error> {
+    let user = text.filter(|text| !text.is_empty());
+    if user.is_some_and(|user| user.len() > LONGEST_OWNER || user.contains('\0')) {
+        return Err(Error::invalid("`user` must be `user` or `user:group`, by name or number"));
+    }
+    Ok(user.map(str::to_owned))
+}
+
+pub(super) fn owner_of(text: Option<&str>) -> Result<Option<String>, Error> {
+    let owner = text.filter(|text| !text.is_empty());
+    if owner.is_some_and(|owner| owner.len() > LONGEST_OWNER || owner.contains('\0')) {
+        return Err(Error::invalid("`owner` must be `user` or `user:group`, by name or number"));
+    }
+    Ok(owner.map(str::to_owned))
+}
+
+pub(super) fn mode_of(text: &str) -> Result<u32, Error> {
     let digits = text.strip_prefix("0o").unwrap_or(text);
     let mode = if digits.bytes().all(|byte| byte.is_ascii_digit()) {
         u32::from_str_radix(digits, 8).ok()
@@ -313,7 +360,7 @@ fn mode_of(text: &str) -> Result<u32, Error> {
         .ok_or_else(|| Error::invalid("`mode` must be octal, like 0755"))
 }
 
-fn shown(entry: &Entry) -> FileEntry {
+pub(super) fn shown(entry: &Entry) -> FileEntry {
     let name = name_of(&entry.path);
     FileEntry {
         name: String::from_utf8_lossy(name).into_owned(),
@@ -340,12 +387,12 @@ fn shown(entry: &Entry) -> FileEntry {
 }
 
 /// The last part of an absolute path; that of `/` is `/`.
-fn name_of(path: &[u8]) -> &[u8] {
+pub(super) fn name_of(path: &[u8]) -> &[u8] {
     path.rsplit(|&byte| byte == b'/').next().filter(|name| !name.is_empty()).unwrap_or(path)
 }
 
 /// `None`: the text is exact already.
-fn exact(bytes: &[u8]) -> Option<String> {
+pub(super) fn exact(bytes: &[u8]) -> Option<String> {
     std::str::from_utf8(bytes).is_err().then(|| BASE64_STANDARD.encode(bytes))
 }
 
@@ -356,12 +403,12 @@ fn http_date(modified_ns: i64) -> String {
     )
 }
 
-fn header(text: &str) -> Result<HeaderValue, Error> {
+pub(super) fn header(text: &str) -> Result<HeaderValue, Error> {
     HeaderValue::from_str(text).map_err(Error::internal)
 }
 
 /// An answer that has begun can only be told as failed by breaking it off: the client misses its end.
-fn broken_off(
+pub(super) fn broken_off(
     bytes: impl Stream<Item = Result<Bytes, Error>>,
 ) -> impl Stream<Item = Result<Bytes, Error>> {
     bytes.inspect_err(

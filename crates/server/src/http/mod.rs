@@ -1,7 +1,10 @@
 //! The HTTP API: the routes on one screen, and what goes around each of them.
 
 mod access;
+mod archives;
 mod body;
+mod changes;
+mod compression;
 mod connections;
 mod edge;
 mod etag;
@@ -36,6 +39,7 @@ mod tests;
 mod transitions;
 mod upgrades;
 mod upload;
+mod uploads;
 mod usage;
 mod volumes;
 
@@ -156,6 +160,18 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Read,    routes!(ports::tokens)),
         (Full,    routes!(ports::revoke_token)),
         (Port,    routes!(proxy::documented)),
+        (Full,    routes!(changes::change)),
+        (Full,    routes!(changes::move_to)),
+        (Full,    routes!(changes::make_directory)),
+        (Read,    routes!(changes::watch)),
+        (Full,    routes!(archives::unpack)),
+        (Read,    routes!(archives::pack)),
+        (Full,    routes!(uploads::begin)),
+        (Read,    routes!(uploads::list)),
+        (Read,    routes!(uploads::get)),
+        (Full,    routes!(uploads::write_part)),
+        (Full,    routes!(uploads::complete)),
+        (Full,    routes!(uploads::abort)),
     ]
 }
 

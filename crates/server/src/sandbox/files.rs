@@ -12,8 +12,10 @@ use machine::guest::{
 use super::{Running, usage::InUse};
 use crate::Error;
 
-/// For the next piece of an answer, and for the guest's disk to take what was written.
-const DEADLINE: Duration = Duration::from_secs(60);
+/// For the next piece of an answer.
+pub(super) const DEADLINE: Duration = Duration::from_secs(60);
+/// For the guest's disk to take what was written.
+const WRITTEN_DEADLINE: Duration = Duration::from_secs(300);
 /// A deep tree may take the guest a while.
 const DELETE_DEADLINE: Duration = Duration::from_secs(300);
 /// Nothing came from the client for so long: it is gone.
@@ -125,48 +127,12 @@ impl Running {
         fault::point!("write.opening", Error::internal);
         let stream = self.guest.open(Request::FileWrite(request))?;
         fault::point!("write.opened");
-        let mut bytes = 0;
-        loop {
-            let piece = tokio::select! {
-                biased;
-                // A sandbox that is gone, or has no room, is told to a client that sends slowly, too.
-                early = stream.next() => {
-                    early.transpose()?;
-                    let early = "a write ended before its content";
-                    return Err(machine::Error::Misbehaved(early).into());
-                }
-                piece = tokio::time::timeout(CLIENT_DEADLINE, content.next()) => piece.map_err(|_| {
-                    Error::invalid("the content stopped coming; nothing was written, send it again")
-                })?,
-            };
-            let Some(piece) = piece else { break };
-            let piece = piece.map_err(|error| {
-                Error::invalid(format!("the content broke off ({error}); nothing was written"))
-            })?;
-            bytes += piece.len() as u64;
-            if bytes > limit {
-                return Err(too_large());
-            }
-            if send(&stream, piece).await.is_err() {
-                // The guest has given up; its reason is waiting.
-                break;
-            }
-            fault::point!("write.piece_sent", Error::internal);
-        }
-        fault::point!("write.finishing", Error::internal);
-        // Fails where the guest has given up.
-        let _ = stream.finish().await;
-        fault::point!("write.finished");
-        match next(&stream).await? {
-            Some(Event::Reply(Reply::Written { bytes, etag })) => {
-                fault::point!("write.answering");
-                Ok(Written { bytes, etag })
-            }
-            Some(Event::Reply(_) | Event::Data(..) | Event::Finished) => {
-                Err(machine::Error::Misbehaved("a write ended with something else").into())
-            }
-            None => Err(machine::Error::Lost.into()),
-        }
+        let Reply::Written { bytes, etag } =
+            pour(&stream, content, limit, "nothing was written").await?
+        else {
+            return Err(machine::Error::Misbehaved("a write ended with something else").into());
+        };
+        Ok(Written { bytes, etag })
     }
 
     /// Recursive; also fine when it is missing.
@@ -197,10 +163,66 @@ impl Running {
     /// # Errors
     /// 404 when it is missing.
     pub async fn stat_file(&self, path: PathBytes) -> Result<Entry, Error> {
-        let misbehaved = || machine::Error::Misbehaved("a stat was answered with something else");
+        let surprise = || machine::Error::Misbehaved("a stat was answered with something else");
         let reply = self.guest.call(Request::FileStat { path }, DEADLINE).await?;
-        let Reply::Entries(entries) = reply else { return Err(misbehaved().into()) };
-        entries.into_iter().next().ok_or_else(|| misbehaved().into())
+        let Reply::Entries(entries) = reply else { return Err(surprise().into()) };
+        entries.into_iter().next().ok_or_else(|| surprise().into())
+    }
+}
+
+/// Sends all of `content`, and hears how it ends. Returns at the first refusal, with what is left of `content` unread;
+/// `otherwise` says what has become of the rest.
+pub(super) async fn pour<E: Display>(
+    stream: &guest::Stream,
+    content: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
+    limit: u64,
+    otherwise: &str,
+) -> Result<Reply, Error> {
+    let mut bytes = 0;
+    loop {
+        let piece = tokio::select! {
+            biased;
+            // A sandbox that is gone, or has no room, is told to a client that sends slowly, too.
+            early = stream.next() => {
+                early.transpose()?;
+                let early = "a write ended before its content";
+                return Err(machine::Error::Misbehaved(early).into());
+            }
+            piece = tokio::time::timeout(CLIENT_DEADLINE, content.next()) => piece.map_err(|_| {
+                Error::invalid(format!("the content stopped coming; {otherwise}, send it again"))
+            })?,
+        };
+        let Some(piece) = piece else { break };
+        let piece = piece.map_err(|error| {
+            Error::invalid(format!("the content broke off ({error}); {otherwise}"))
+        })?;
+        bytes += piece.len() as u64;
+        if bytes > limit {
+            return Err(too_large());
+        }
+        if send(stream, piece).await.is_err() {
+            // The guest has given up; its reason is waiting.
+            break;
+        }
+        fault::point!("write.piece_sent", Error::internal);
+    }
+    fault::point!("write.finishing", Error::internal);
+    // Fails where the guest has given up.
+    let _ = stream.finish().await;
+    fault::point!("write.finished");
+    match tokio::time::timeout(WRITTEN_DEADLINE, stream.next())
+        .await
+        .map_err(|_| machine::Error::Silent)?
+        .transpose()?
+    {
+        Some(Event::Reply(reply)) => {
+            fault::point!("write.answering");
+            Ok(reply)
+        }
+        Some(Event::Data(..) | Event::Finished) => {
+            Err(machine::Error::Misbehaved("a write ended with something else").into())
+        }
+        None => Err(machine::Error::Lost.into()),
     }
 }
 
@@ -208,12 +230,12 @@ impl Running {
 pub fn too_large() -> Error {
     Error::new(
         ErrorCode::TooLarge,
-        "a file written in one request may have at most 32 MiB (33554432 bytes): send it in parts and join them with a \
-         command, or let a command in the sandbox fetch it",
+        "a file written in one request may have at most 32 MiB (33554432 bytes): send it in parts with POST …/fs/uploads, \
+         or let a command in the sandbox fetch it",
     )
 }
 
-async fn next(stream: &guest::Stream) -> Result<Option<Event>, Error> {
+pub(super) async fn next(stream: &guest::Stream) -> Result<Option<Event>, Error> {
     Ok(next_raw(stream).await?)
 }
 

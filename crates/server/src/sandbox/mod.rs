@@ -40,6 +40,7 @@ mod terminals;
 #[cfg(test)]
 mod testing;
 mod transition;
+mod trees;
 mod usage;
 mod volumes;
 
@@ -77,6 +78,7 @@ pub use self::{
     kernels::CellWatch,
     logs::{Line, LogReader, Logs},
     terminals::{NewTerminal, Screen, Terminal},
+    trees::{FileWatch, PackedTree},
 };
 use crate::{
     Error,

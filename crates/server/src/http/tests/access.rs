@@ -43,6 +43,10 @@ const READ: &[(&str, &str)] = &[
     ("GET", "/v1/sandboxes/{id}/ports"),
     ("GET", "/v1/sandboxes/{id}/preview-token"),
     ("GET", "/v1/sandboxes/{id}/terminals"),
+    ("GET", "/v1/sandboxes/{id}/fs/archive"),
+    ("GET", "/v1/sandboxes/{id}/fs/watch"),
+    ("GET", "/v1/sandboxes/{id}/fs/uploads"),
+    ("GET", "/v1/sandboxes/{id}/fs/uploads/{upload}"),
 ];
 const FULL: &[(&str, &str)] = &[
     ("POST", "/v1/me/tokens"),
@@ -97,6 +101,14 @@ const FULL: &[(&str, &str)] = &[
     ("GET", "/v1/sandboxes/{id}/ssh"),
     ("GET", "/v1/sandboxes/{id}/exec/pty"),
     ("DELETE", "/v1/sandboxes/{id}/terminals/{terminal_id}"),
+    ("PATCH", "/v1/sandboxes/{id}/fs"),
+    ("POST", "/v1/sandboxes/{id}/fs/move"),
+    ("POST", "/v1/sandboxes/{id}/fs/mkdir"),
+    ("PUT", "/v1/sandboxes/{id}/fs/archive"),
+    ("POST", "/v1/sandboxes/{id}/fs/uploads"),
+    ("PUT", "/v1/sandboxes/{id}/fs/uploads/{upload}/parts/{number}"),
+    ("POST", "/v1/sandboxes/{id}/fs/uploads/{upload}/complete"),
+    ("DELETE", "/v1/sandboxes/{id}/fs/uploads/{upload}"),
 ];
 const OPEN: &[(&str, &str)] = &[("GET", "/healthz"), ("GET", "/version"), ("GET", "/openapi.json")];
 

@@ -1,6 +1,7 @@
 //! The API over a real connection, before a real agent: only the virtual machine between them is missing.
 
 mod access;
+mod archives;
 mod clock;
 mod execs;
 mod files;
@@ -9,6 +10,7 @@ mod limits;
 mod machine_execs;
 mod ports;
 mod terminals;
+mod uploads;
 
 use std::{
     collections::BTreeMap,
