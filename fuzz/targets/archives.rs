@@ -4,11 +4,10 @@
 #![no_main]
 
 #[path = "../../crates/agent/src/files/archive"]
+#[expect(dead_code, reason = "nothing is written here")]
 mod archive {
-    #[expect(dead_code, reason = "nothing is written")]
     pub(crate) mod header;
     pub(crate) mod parse;
-    #[expect(dead_code, reason = "nothing is written")]
     pub(crate) mod pax;
 }
 
