@@ -314,7 +314,7 @@ async fn copy_tree(client: &Client, source: Side, target: Side) -> anyhow::Resul
                 Some(name) if path.is_dir() => path.join(name),
                 Some(_) | None => path,
             };
-            tree::unpacked(client.pack(&id, &directory.0, "tar.gz").await?, path).await
+            tree::unpacked(client.pack(&id, &directory.0, "tar").await?, path).await
         }
         Side::Standard => Err(Failure::new("a directory cannot go to standard output").into()),
     }
