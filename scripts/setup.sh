@@ -246,6 +246,26 @@ set_up_pool() {
     can_reflink "$pool" || fail "$pool cannot share blocks between files although it is on XFS: delete $image and run this again"
 }
 
+# ---- packages of PyPI that tests use ----
+
+# An environment below the target directory for each list; a test whose list is not installed does it itself, late.
+set_up_python() {
+    local repository target list place
+    repository=$(cd "$(dirname "$0")/.." && pwd)
+    target=${CARGO_TARGET_DIR:-$repository/target}
+    for list in "$repository"/tests/*.txt; do
+        place=$target/test-python/$(basename "$list" .txt)
+        cmp -s "$list" "$place/packages" && continue
+        say "installing $(tr '\n' ' ' <"$list")for the tests"
+        if python3 -m venv --clear "$place" >>"$log" 2>&1 9>&- &&
+            "$place/bin/python" -m pip install --quiet --disable-pip-version-check -r "$list" >>"$log" 2>&1 9>&-; then
+            cp "$list" "$place/packages"
+        else
+            say "the packages of $list could not be installed (see $log)"
+        fi
+    done
+}
+
 # ----
 
 for_tests=no
@@ -280,3 +300,4 @@ fi
 set_up_rust
 set_up_packages
 set_up_pool
+[ "$for_tests" = no ] || set_up_python

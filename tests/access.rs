@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 100] = [
+const ROUTES: [(&str, &str, Gate); 102] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -109,6 +109,8 @@ const ROUTES: [(&str, &str, Gate); 100] = [
     ("delete", "/v1/sandboxes/{id}/fs", Gate::Full),
     ("get", "/v1/sandboxes/{id}/fs/dir", Gate::Read),
     ("get", "/v1/sandboxes/{id}/fs/stat", Gate::Read),
+    ("post", "/v1/sandboxes/{id}/fs/import", Gate::Full),
+    ("post", "/v1/sandboxes/{id}/fs/export", Gate::Full),
     ("get", "/v1/sandboxes/{id}/ports", Gate::Read),
     ("post", "/v1/sandboxes/{id}/ports", Gate::Full),
     ("delete", "/v1/sandboxes/{id}/ports", Gate::Full),

@@ -21,7 +21,7 @@ suite! {
 const BUILT: Duration = Duration::from_secs(240);
 const SOON: Duration = Duration::from_secs(60);
 /// All routes that name something. One that is missing here fails the claim, so that nobody adds one without this test.
-const NAMING: [(&str, &str); 81] = [
+const NAMING: [(&str, &str); 83] = [
     ("delete", "/v1/me/tokens/{token}"),
     ("get", "/v1/templates/{name}"),
     ("delete", "/v1/templates/{name}"),
@@ -75,6 +75,8 @@ const NAMING: [(&str, &str); 81] = [
     ("delete", "/v1/sandboxes/{id}/fs"),
     ("get", "/v1/sandboxes/{id}/fs/dir"),
     ("get", "/v1/sandboxes/{id}/fs/stat"),
+    ("post", "/v1/sandboxes/{id}/fs/import"),
+    ("post", "/v1/sandboxes/{id}/fs/export"),
     ("get", "/v1/sandboxes/{id}/ports"),
     ("post", "/v1/sandboxes/{id}/ports"),
     ("delete", "/v1/sandboxes/{id}/ports"),

@@ -16,6 +16,7 @@ suite! {
     the_guide_to_the_command_line_works,
     the_guide_to_files_and_commands_works,
     the_guide_to_networks_works,
+    the_guide_to_ports_works,
     the_guide_to_volumes_works,
     the_guide_to_machines_works,
     the_guide_to_the_interpreter_works,
@@ -29,7 +30,7 @@ suite! {
 }
 
 /// Each has a claim below.
-const RUN: [&str; 12] = [
+const RUN: [&str; 13] = [
     "README.md",
     "docs/guides/command-line.md",
     "docs/guides/files-and-commands.md",
@@ -37,6 +38,7 @@ const RUN: [&str; 12] = [
     "docs/guides/interpreter.md",
     "docs/guides/machines.md",
     "docs/guides/network.md",
+    "docs/guides/ports.md",
     "docs/guides/production.md",
     "docs/guides/secrets.md",
     "docs/guides/snapshots.md",
@@ -135,6 +137,10 @@ async fn the_guide_to_files_and_commands_works(host: Host) {
 
 async fn the_guide_to_networks_works(host: Host) {
     works(&host, "docs/guides/network.md").await;
+}
+
+async fn the_guide_to_ports_works(host: Host) {
+    works(&host, "docs/guides/ports.md").await;
 }
 
 async fn the_guide_to_volumes_works(host: Host) {

@@ -8,7 +8,9 @@ use std::{
 
 use api::{CreateNetwork, CreateSandbox, Egress, ErrorCode, UpdateNetwork};
 use client::SandboxFilter;
-use tests::{Answer, End, Host, Options, Sandbox, Server, command, small, suite, until};
+use tests::{
+    Answer, End, Host, Options, Sandbox, Server, address_of_the_host, command, small, suite, until,
+};
 use tokio::{io::AsyncWriteExt, net::TcpListener};
 
 suite! {
@@ -55,17 +57,6 @@ async fn greeter(address: IpAddr) -> SocketAddr {
         }
     });
     bound
-}
-
-/// One by which other machines know this host.
-fn address_of_the_host() -> Ipv4Addr {
-    // Nothing is sent: the kernel only picks the address that it would send from.
-    let socket = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
-    socket.connect("203.0.113.1:9").unwrap();
-    match socket.local_addr().unwrap().ip() {
-        IpAddr::V4(address) => address,
-        IpAddr::V6(address) => panic!("{address}"),
-    }
 }
 
 async fn an_allowed_address_of_the_host_is_reached_and_no_other(host: Host) {

@@ -3,6 +3,7 @@
 //! A suite is one test program with one server. Its claims run side by side; see [`suite!`].
 
 mod account;
+mod address;
 mod answer;
 mod footprint;
 mod held;
@@ -10,6 +11,7 @@ mod host;
 mod interrupt;
 mod postgres;
 mod program;
+mod python;
 mod sandbox;
 mod server;
 mod sound;
@@ -17,12 +19,14 @@ mod suite;
 mod wait;
 
 pub use crate::{
+    address::address_of_the_host,
     answer::{Answer, escaped},
     footprint::Footprint,
     held::{Held, from},
     host::Host,
     postgres::Postgres,
     program::{failpoints_program, program},
+    python::python_with,
     sandbox::{Sandbox, command, patterned, small},
     server::{End, Options, Server, pool},
     sound::{has_failed, is_sound, will_not_be_repeated},

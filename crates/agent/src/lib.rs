@@ -13,6 +13,7 @@ mod repair;
 mod serve;
 mod state;
 mod terminal;
+pub mod transfer;
 mod users;
 mod workers;
 

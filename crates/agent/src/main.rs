@@ -4,6 +4,9 @@ fn main() {
     if std::env::args().nth(1).as_deref() == Some("kernel") {
         std::process::exit(agent::kernel::run());
     }
+    if std::env::args().nth(1).as_deref() == Some("transfer") {
+        std::process::exit(agent::transfer::run());
+    }
     if std::process::id() != 1 {
         agent::boot::report(
             "run",

@@ -17,6 +17,7 @@ mod sandbox;
 mod snapshot;
 mod template;
 mod terminal;
+mod transfer;
 mod volume;
 
 pub use account::{Account, Price, Quotas, Usage, UsedAmounts};
@@ -54,4 +55,5 @@ pub use sandbox::{
 pub use snapshot::{CreateSnapshot, Snapshot, SnapshotList};
 pub use template::{Build, BuildStatus, Template};
 pub use terminal::{Terminal, TerminalControl, TerminalList, TerminalSignal};
+pub use transfer::{ExportFile, FileTransferred, ImportFile};
 pub use volume::{CreateVolume, UpdateVolume, Volume, VolumeKind, VolumeList, VolumeState};

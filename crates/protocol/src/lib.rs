@@ -12,6 +12,7 @@ pub mod frame;
 pub mod hello;
 pub mod kernel;
 pub mod message;
+pub mod transfer;
 
 use std::time::Duration;
 

@@ -20,6 +20,7 @@ use protocol::message::{
     FileRead, FileRequest, FileWrite, Listener, ListenerProcess, Mount, Network, ReadRange, Repair,
     TerminalOpen, TerminalStatus, WindowSize, decode, encode,
 };
+use protocol::transfer::{Outcome, Task, Transfer, TransferFailure, Transferred};
 use protocol::{Reply, Request};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -533,4 +534,50 @@ fn the_handshake_is_written_as_ever() {
         hexadecimal(&hello::answer(&[0x22; 16], 1)),
         "61746f6c6c2d6167656e742d686572652222222222222222222222222222222201000000"
     );
+}
+
+#[test]
+fn transfers_are_written_as_ever() {
+    let file = FileWrite {
+        path: path("/a"),
+        mode: None,
+        owner: None,
+        create_parents: true,
+        if_etags: Vec::new(),
+        only_new: false,
+        size: None,
+    };
+    let transfer = |task| Transfer {
+        task,
+        url: "http://a".into(),
+        headers: vec![("b".into(), "c".into())],
+        deadline_ms: 300,
+    };
+    check(&[
+        (
+            transfer(Task::Import { file, sha256: Some("0f".into()) }),
+            "00022f610000010000000102306608687474703a2f2f610101620163ac02",
+        ),
+        (
+            transfer(Task::Export { path: path("/a"), method: "PUT".into() }),
+            "01022f610350555408687474703a2f2f610101620163ac02",
+        ),
+    ]);
+    let done = Transferred { bytes: 300, sha256: "0f".into(), status: 200, etag: None };
+    let answered = TransferFailure::Answered {
+        status: 403,
+        code: Some("AccessDenied".into()),
+        message: "no".into(),
+    };
+    let failure = Failure { code: ErrorCode::NotFound, message: "it".into() };
+    let outcomes = [
+        (Outcome::Done(done), "00ac02023066c80100"),
+        (Outcome::Failed(TransferFailure::Invalid("a".into())), "01000161"),
+        (Outcome::Failed(TransferFailure::File(failure)), "010101026974"),
+        (Outcome::Failed(answered), "01029303010c41636365737344656e696564026e6f"),
+        (Outcome::Failed(TransferFailure::Unreachable("a".into())), "01030161"),
+        (Outcome::Failed(TransferFailure::Digest { sha256: "0f".into() }), "0104023066"),
+        (Outcome::Failed(TransferFailure::OutOfTime), "0105"),
+    ];
+    check(&outcomes);
 }

@@ -20,6 +20,7 @@ pub use protocol::files::*;
 pub use protocol::frame::Channel;
 pub use protocol::kernel::{self, CellEnd, KernelEvent, KernelRun, KernelStart, KernelState};
 pub use protocol::message::*;
+pub use protocol::transfer;
 
 pub use self::stream::{Event, Stream};
 use crate::error::{Error, Result};

@@ -36,6 +36,7 @@ mod templates;
 mod terminals;
 #[cfg(test)]
 mod tests;
+mod transfers;
 mod transitions;
 mod upgrades;
 mod upload;
@@ -152,6 +153,8 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Read,    routes!(files::list)),
         (Read,    routes!(files::stat)),
 
+        (Full,    routes!(transfers::import)),
+        (Full,    routes!(transfers::export)),
         (Read,    routes!(ports::list)),
         (Full,    routes!(ports::expose)),
         (Full,    routes!(ports::withdraw)),

@@ -39,6 +39,7 @@ mod state;
 mod terminals;
 #[cfg(test)]
 mod testing;
+mod transfers;
 mod transition;
 mod trees;
 mod usage;

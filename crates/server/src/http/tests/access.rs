@@ -88,6 +88,8 @@ const FULL: &[(&str, &str)] = &[
     ("DELETE", "/v1/machines/{id}/execs/{exec_id}"),
     ("PUT", "/v1/sandboxes/{id}/fs"),
     ("DELETE", "/v1/sandboxes/{id}/fs"),
+    ("POST", "/v1/sandboxes/{id}/fs/import"),
+    ("POST", "/v1/sandboxes/{id}/fs/export"),
     ("POST", "/v1/sandboxes/{id}/ports"),
     ("DELETE", "/v1/sandboxes/{id}/ports"),
     ("DELETE", "/v1/sandboxes/{id}/ports/{port}"),
