@@ -15,6 +15,7 @@ suite! {
     the_readme_works,
     the_guide_to_the_command_line_works,
     the_guide_to_files_and_commands_works,
+    the_guide_to_terminals_works,
     the_guide_to_networks_works,
     the_guide_to_ports_works,
     the_guide_to_volumes_works,
@@ -43,6 +44,7 @@ const RUN: [&str; 13] = [
     "docs/guides/secrets.md",
     "docs/guides/snapshots.md",
     "docs/guides/templates.md",
+    "docs/guides/terminals.md",
     "docs/guides/volumes.md",
 ];
 
@@ -133,6 +135,10 @@ async fn the_guide_to_the_command_line_works(host: Host) {
 
 async fn the_guide_to_files_and_commands_works(host: Host) {
     works(&host, "docs/guides/files-and-commands.md").await;
+}
+
+async fn the_guide_to_terminals_works(host: Host) {
+    works(&host, "docs/guides/terminals.md").await;
 }
 
 async fn the_guide_to_networks_works(host: Host) {

@@ -4,6 +4,8 @@ mod create;
 mod exec;
 mod fork;
 mod network;
+mod raw_mode;
+mod shell;
 
 use std::process::ExitCode;
 
@@ -27,6 +29,11 @@ pub(crate) enum SandboxCommand {
         id: SandboxId,
     },
     Exec(exec::Exec),
+    Shell(shell::Shell),
+    /// List the terminals of a sandbox, the oldest first
+    Terminals {
+        id: SandboxId,
+    },
     /// Let sandboxes stand still: their memory stays, they use no processor and their time to live stops
     Pause(Ids),
     /// Let paused sandboxes go on
@@ -95,6 +102,10 @@ impl SandboxCommand {
             }
             Self::Get { id } => output.show(&client.sandbox(&id).await?, described)?,
             Self::Exec(exec) => return exec.run(&client, output).await,
+            Self::Shell(shell) => return shell.run(&client).await,
+            Self::Terminals { id } => {
+                output.show(&client.terminals(&id).await?, |terminals| shell::listed(terminals))?;
+            }
             Self::Network(network) => network.run(&client, output).await?,
             Self::Pause(Ids { ids }) => {
                 for id in ids {

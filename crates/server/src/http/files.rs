@@ -33,7 +33,7 @@ use super::{
 use crate::{
     App, Error,
     keys::Caller,
-    sandbox::{DirEntries, FileContent, Read, Running, Written, too_large},
+    sandbox::{AsUser, DirEntries, FileContent, Read, Running, Written, too_large},
 };
 
 /// Of a file in one request.
@@ -53,7 +53,8 @@ pub(super) async fn to_look(app: &App, caller: &Caller, id: &SandboxId) -> Resul
 
 /// The file's bytes. `Range`, `If-Range` and `If-None-Match` work.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs", tag = "files",
-    params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes")),
+    params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes"),
+        ("user" = Option<String>, Query, description = "With the rights of this user, by name or number. Default: root")),
     responses((status = 200, body = Vec<u8>, content_type = "application/octet-stream"), (status = 206), (status = 304), (status = 416)))]
 pub(super) async fn read(
     State(app): State<Arc<App>>,
@@ -72,8 +73,9 @@ pub(super) async fn read(
             .and_then(|value| value.to_str().ok().map(str::to_owned)),
     };
     let explain = |error| app.sandboxes.explain(&caller.account, &id, error);
+    let user = user_in(&query)?;
     let running = to_look(&app, &caller, &id).await?;
-    match running.read_file(request).await.map_err(explain)? {
+    match running.read_file(user, request).await.map_err(explain)? {
         Read::Content(content) => content_response(app, content),
         Read::NotModified(etag) => {
             Ok((StatusCode::NOT_MODIFIED, [(ETAG, header(&etag)?)]).into_response())
@@ -117,6 +119,7 @@ fn content_response(app: Arc<App>, content: FileContent) -> Result<Response, Err
     ("mode" = Option<String>, Query, description = "Octal. Default: that of the file it replaces, else 0644"),
     ("owner" = Option<String>, Query, description = "`user` or `user:group`. Default: that of the file it replaces, else root"),
     ("create_parents" = Option<bool>, Query, description = "Default: true"),
+    ("user" = Option<String>, Query, description = "With the rights of this user, by name or number: what is made belongs to them. Default: root"),
 ), request_body(content = Vec<u8>, content_type = "application/octet-stream"), responses((status = 200, body = FileWritten), (status = 413)))]
 pub(super) async fn write(
     State(app): State<Arc<App>>,
@@ -129,9 +132,10 @@ pub(super) async fn write(
     let mut upload = Upload::new(body);
     let outcome = async {
         let request = write_request(&query, &headers)?;
+        let user = user_in(&query)?;
         let path = String::from_utf8_lossy(&request.path).into_owned();
         let running = app.sandboxes.running(&caller.account, &id).await?;
-        Ok::<_, Error>((path, write_content(&running, request, &mut upload).await?))
+        Ok::<_, Error>((path, write_content(&running, user, request, &mut upload).await?))
     };
     match outcome.await {
         Ok((path, written)) => {
@@ -148,6 +152,7 @@ pub(super) async fn write(
 
 async fn write_content(
     running: &Running,
+    user: AsUser,
     request: FileWrite,
     upload: &mut Upload,
 ) -> Result<Written, Error> {
@@ -155,7 +160,7 @@ async fn write_content(
     if request.size.is_some_and(|size| size > LONGEST_WRITE) {
         return Err(too_large());
     }
-    running.write_file(request, LONGEST_WRITE, upload).await
+    running.write_file(user, request, LONGEST_WRITE, upload).await
 }
 
 fn write_request(query: &Query, headers: &HeaderMap) -> Result<FileWrite, Error> {
@@ -184,18 +189,19 @@ fn write_request(query: &Query, headers: &HeaderMap) -> Result<FileWrite, Error>
 
 /// Recursive; fine when it is missing. A link is deleted, not what it points to.
 #[utoipa::path(delete, path = "/v1/sandboxes/{id}/fs", tag = "files",
-    params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes")), responses((status = 204)))]
+    params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes"),
+        ("user" = Option<String>, Query, description = "With the rights of this user, by name or number. Default: root")), responses((status = 204)))]
 pub(super) async fn delete(
     State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
     query: Query,
 ) -> Result<StatusCode, Error> {
-    let path = path_in(&query)?;
+    let (user, path) = (user_in(&query)?, path_in(&query)?);
     app.sandboxes
         .running(&caller.account, &id)
         .await?
-        .delete_file(path)
+        .delete_file(user, path)
         .await
         .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
     Ok(StatusCode::NO_CONTENT)
@@ -206,6 +212,7 @@ pub(super) async fn delete(
     ("id" = String, Path,),
     ("path" = String, Query, description = "Absolute; percent-encoded bytes"),
     ("depth" = Option<u32>, Query, description = "1, the default: its own entries; 2: theirs too, and so on. Links are not followed"),
+    ("user" = Option<String>, Query, description = "With the rights of this user, by name or number. Default: root"),
 ), responses((status = 200, body = DirListing)))]
 pub(super) async fn list(
     State(app): State<Arc<App>>,
@@ -213,7 +220,7 @@ pub(super) async fn list(
     Id(id): Id,
     query: Query,
 ) -> Result<Response, Error> {
-    let path = path_in(&query)?;
+    let (user, path) = (user_in(&query)?, path_in(&query)?);
     let depth = query.number("depth")?.unwrap_or(1);
     if !(1..=DEEPEST).contains(&depth) {
         return Err(Error::invalid(format!("`depth` must be between 1 and {DEEPEST}")));
@@ -222,7 +229,7 @@ pub(super) async fn list(
         serde_json::to_string(&String::from_utf8_lossy(&path)).map_err(Error::internal)?;
     let entries = to_look(&app, &caller, &id)
         .await?
-        .list_directory(path, depth)
+        .list_directory(user, path, depth)
         .await
         .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
     let opening = Bytes::from(format!("{{\"path\":{shown_path},\"entries\":["));
@@ -266,21 +273,27 @@ impl Listing {
 
 /// One entry. Links are not followed.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs/stat", tag = "files",
-    params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes")), responses((status = 200, body = FileEntry)))]
+    params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes"),
+        ("user" = Option<String>, Query, description = "With the rights of this user, by name or number. Default: root")), responses((status = 200, body = FileEntry)))]
 pub(super) async fn stat(
     State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
     query: Query,
 ) -> Result<Output<FileEntry>, Error> {
-    let path = path_in(&query)?;
+    let (user, path) = (user_in(&query)?, path_in(&query)?);
     Ok(ok(shown(
         &to_look(&app, &caller, &id)
             .await?
-            .stat_file(path)
+            .stat_file(user, path)
             .await
             .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?,
     )))
+}
+
+/// Whoever the key belongs to, nothing is done that this user could not do.
+fn user_in(query: &Query) -> Result<AsUser, Error> {
+    AsUser::named(query.text("user")?)
 }
 
 pub(super) fn path_in(query: &Query) -> Result<PathBytes, Error> {

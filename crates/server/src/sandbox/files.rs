@@ -6,10 +6,11 @@ use api::ErrorCode;
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
 use machine::guest::{
-    self, Channel, Entry, Event, FileHead, FileRead, FileWrite, PathBytes, Reply, Request,
+    self, Channel, Entry, Event, FileHead, FileRead, FileRequest, FileWrite, PathBytes, Reply,
+    Request,
 };
 
-use super::{Running, usage::InUse};
+use super::{Running, exec::check_user, usage::InUse};
 use crate::Error;
 
 /// For the next piece of an answer.
@@ -81,6 +82,33 @@ impl DirEntries {
     }
 }
 
+/// Whose rights on files are used, and to whom new files belong.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct AsUser(Option<String>);
+
+impl AsUser {
+    /// # Errors
+    /// 400 when no user can be called so.
+    pub fn named(user: Option<&str>) -> Result<Self, Error> {
+        user.map_or(Ok(()), check_user)?;
+        Ok(Self(user.map(str::to_owned)))
+    }
+
+    fn asks(self, request: FileRequest) -> Request {
+        if let Some(user) = self.0 {
+            return Request::FileAs { user, request };
+        }
+        // As agents of every version know it.
+        match request {
+            FileRequest::Read(read) => Request::FileRead(read),
+            FileRequest::Write(write) => Request::FileWrite(write),
+            FileRequest::Delete { path } => Request::FileDelete { path },
+            FileRequest::List { path, depth } => Request::DirList { path, depth },
+            FileRequest::Stat { path } => Request::FileStat { path },
+        }
+    }
+}
+
 /// How a write ended.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Written {
@@ -91,8 +119,8 @@ pub struct Written {
 impl Running {
     /// # Errors
     /// 404 when it is missing, 400 when it is not a regular file.
-    pub async fn read_file(&self, request: FileRead) -> Result<Read, Error> {
-        let stream = self.guest.open(Request::FileRead(request))?;
+    pub async fn read_file(&self, user: AsUser, request: FileRead) -> Result<Read, Error> {
+        let stream = self.guest.open(user.asks(FileRequest::Read(request)))?;
         match next_raw(&stream).await {
             Ok(Some(Event::Reply(Reply::File(head)))) => {
                 let in_use = self.in_use.clone();
@@ -120,12 +148,13 @@ impl Running {
     /// 413 when there are more than `limit` bytes; 507 when they do not fit.
     pub async fn write_file<E: Display>(
         &self,
+        user: AsUser,
         request: FileWrite,
         limit: u64,
         content: &mut (impl Stream<Item = Result<Bytes, E>> + Unpin),
     ) -> Result<Written, Error> {
         fault::point!("write.opening", Error::internal);
-        let stream = self.guest.open(Request::FileWrite(request))?;
+        let stream = self.guest.open(user.asks(FileRequest::Write(request)))?;
         fault::point!("write.opened");
         let Reply::Written { bytes, etag } =
             pour(&stream, content, limit, "nothing was written").await?
@@ -136,15 +165,20 @@ impl Running {
     }
 
     /// Recursive; also fine when it is missing.
-    pub async fn delete_file(&self, path: PathBytes) -> Result<(), Error> {
-        self.guest.call(Request::FileDelete { path }, DELETE_DEADLINE).await?;
+    pub async fn delete_file(&self, user: AsUser, path: PathBytes) -> Result<(), Error> {
+        self.guest.call(user.asks(FileRequest::Delete { path }), DELETE_DEADLINE).await?;
         Ok(())
     }
 
     /// # Errors
     /// 404 when it is missing, 400 when it is not a directory.
-    pub async fn list_directory(&self, path: PathBytes, depth: u32) -> Result<DirEntries, Error> {
-        let stream = self.guest.open(Request::DirList { path, depth })?;
+    pub async fn list_directory(
+        &self,
+        user: AsUser,
+        path: PathBytes,
+        depth: u32,
+    ) -> Result<DirEntries, Error> {
+        let stream = self.guest.open(user.asks(FileRequest::List { path, depth }))?;
         match next(&stream).await? {
             Some(Event::Reply(Reply::Entries(entries))) => {
                 Ok(DirEntries { _in_use: self.in_use.clone(), stream, first: Some(entries) })
@@ -162,11 +196,11 @@ impl Running {
     ///
     /// # Errors
     /// 404 when it is missing.
-    pub async fn stat_file(&self, path: PathBytes) -> Result<Entry, Error> {
-        let surprise = || machine::Error::Misbehaved("a stat was answered with something else");
-        let reply = self.guest.call(Request::FileStat { path }, DEADLINE).await?;
-        let Reply::Entries(entries) = reply else { return Err(surprise().into()) };
-        entries.into_iter().next().ok_or_else(|| surprise().into())
+    pub async fn stat_file(&self, user: AsUser, path: PathBytes) -> Result<Entry, Error> {
+        let misbehaved = || machine::Error::Misbehaved("a stat was answered with something else");
+        let reply = self.guest.call(user.asks(FileRequest::Stat { path }), DEADLINE).await?;
+        let Reply::Entries(entries) = reply else { return Err(misbehaved().into()) };
+        entries.into_iter().next().ok_or_else(|| misbehaved().into())
     }
 }
 

@@ -75,7 +75,7 @@ pub(crate) use self::{
 };
 pub use self::{
     exec::{ExecEvent, ExecWatch},
-    files::{DirEntries, FileContent, Read, Written, too_large},
+    files::{AsUser, DirEntries, FileContent, Read, Written, too_large},
     kernels::CellWatch,
     logs::{Line, LogReader, Logs},
     terminals::{NewTerminal, Screen, Terminal},
