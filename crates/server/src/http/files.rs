@@ -73,7 +73,7 @@ pub(super) async fn read(
             .and_then(|value| value.to_str().ok().map(str::to_owned)),
     };
     let explain = |error| app.sandboxes.explain(&caller.account, &id, error);
-    let user = user_in(&query)?;
+    let user = rights_in(&query)?;
     let running = to_look(&app, &caller, &id).await?;
     match running.read_file(user, request).await.map_err(explain)? {
         Read::Content(content) => content_response(app, content),
@@ -132,7 +132,7 @@ pub(super) async fn write(
     let mut upload = Upload::new(body);
     let outcome = async {
         let request = write_request(&query, &headers)?;
-        let user = user_in(&query)?;
+        let user = rights_in(&query)?;
         let path = String::from_utf8_lossy(&request.path).into_owned();
         let running = app.sandboxes.running(&caller.account, &id).await?;
         Ok::<_, Error>((path, write_content(&running, user, request, &mut upload).await?))
@@ -197,7 +197,7 @@ pub(super) async fn delete(
     Id(id): Id,
     query: Query,
 ) -> Result<StatusCode, Error> {
-    let (user, path) = (user_in(&query)?, path_in(&query)?);
+    let (user, path) = (rights_in(&query)?, path_in(&query)?);
     app.sandboxes
         .running(&caller.account, &id)
         .await?
@@ -220,7 +220,7 @@ pub(super) async fn list(
     Id(id): Id,
     query: Query,
 ) -> Result<Response, Error> {
-    let (user, path) = (user_in(&query)?, path_in(&query)?);
+    let (user, path) = (rights_in(&query)?, path_in(&query)?);
     let depth = query.number("depth")?.unwrap_or(1);
     if !(1..=DEEPEST).contains(&depth) {
         return Err(Error::invalid(format!("`depth` must be between 1 and {DEEPEST}")));
@@ -281,7 +281,7 @@ pub(super) async fn stat(
     Id(id): Id,
     query: Query,
 ) -> Result<Output<FileEntry>, Error> {
-    let (user, path) = (user_in(&query)?, path_in(&query)?);
+    let (user, path) = (rights_in(&query)?, path_in(&query)?);
     Ok(ok(shown(
         &to_look(&app, &caller, &id)
             .await?
@@ -292,7 +292,7 @@ pub(super) async fn stat(
 }
 
 /// Whoever the key belongs to, nothing is done that this user could not do.
-fn user_in(query: &Query) -> Result<AsUser, Error> {
+fn rights_in(query: &Query) -> Result<AsUser, Error> {
     AsUser::named(query.text("user")?)
 }
 
