@@ -16,6 +16,7 @@ suite! {
     a_sandbox_from_create_to_delete,
     exec_ends_as_its_command_does,
     files_are_copied_both_ways_byte_by_byte,
+    directories_and_large_files_are_copied_both_ways,
     logs_are_printed_and_followed,
     keys_are_made_listed_and_revoked,
     volumes_from_create_to_delete,
@@ -196,6 +197,47 @@ async fn files_are_copied_both_ways_byte_by_byte(host: Host) {
     .await;
     assert_eq!(missing.status.code(), Some(1));
     assert_eq!(std::fs::read(directory.path().join("piped")).unwrap(), b"piped\0bytes");
+    printed(&server, ["sandbox", "delete", &id]).await;
+}
+
+async fn directories_and_large_files_are_copied_both_ways(host: Host) {
+    let _room = host.room(1).await;
+    let server = host.server().await;
+    let id = create(&server).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (tree, back) = (directory.path().join("tree"), directory.path().join("back"));
+    std::fs::create_dir_all(tree.join("sub/empty")).unwrap();
+    std::fs::write(tree.join(OsStr::from_bytes(b"sub/odd \xff")), "odd").unwrap();
+    std::fs::write(tree.join("script"), "#!/bin/sh\necho ran\n").unwrap();
+    let mode = |mode| std::fs::Permissions::from_mode(mode);
+    std::fs::set_permissions(tree.join("script"), mode(0o750)).unwrap();
+    std::fs::set_permissions(tree.join("sub"), mode(0o700)).unwrap();
+    std::os::unix::fs::symlink("script", tree.join("link")).unwrap();
+    // Under a name that is not there, then into a directory that is.
+    for to in ["/srv/tree", "/srv"] {
+        printed(&server, ["cp", "-r", tree.to_str().unwrap(), &format!("{id}:{to}")]).await;
+    }
+    let inside = ["sandbox", "exec", &id, "--", "/srv/tree/link && stat -c '%a %U' /srv/tree/sub"];
+    assert_eq!(printed(&server, inside).await, "ran\n700 root\n");
+    printed(&server, ["cp", "-r", &format!("{id}:/srv/tree"), back.to_str().unwrap()]).await;
+    let same = Command::new("diff").arg("-r").args([&tree, &back]).status().await.unwrap();
+    assert!(same.success());
+    for name in ["script", "sub"] {
+        let modes = [&tree, &back].map(|side| side.join(name).metadata().unwrap().permissions());
+        assert_eq!(modes[0], modes[1], "{name}");
+    }
+    // More than one request takes, and into the same place again.
+    let large = directory.path().join("large");
+    let content: Vec<u8> = (0..=255u8).cycle().take((33 << 20) + 5).collect();
+    std::fs::write(&large, &content).unwrap();
+    for _ in 0..2 {
+        printed(&server, ["cp", large.to_str().unwrap(), &format!("{id}:/srv/")]).await;
+    }
+    let again = directory.path().join("again");
+    printed(&server, ["cp", &format!("{id}:/srv/large"), again.to_str().unwrap()]).await;
+    assert!(std::fs::read(&again).unwrap() == content);
+    let refused = output(&mut atoll(&server, ["cp", "/", &format!("{id}:/srv/")])).await;
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("hint: copy it with -r"));
     printed(&server, ["sandbox", "delete", &id]).await;
 }
 
