@@ -165,7 +165,7 @@ impl<'a> Session<'a> {
                     Some(ended) => break ended,
                     None => continue,
                 },
-                ended => break ended,
+                ended @ (Ended::Exited(_) | Ended::Left | Ended::Failed(_)) => break ended,
             }
         };
         // Whatever is written from here on is for the terminal as it was.
