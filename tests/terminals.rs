@@ -49,7 +49,11 @@ async fn shown(terminal: &mut TerminalConnection, end: &str) -> Vec<u8> {
     while memchr::memmem::find(&shown, end.as_bytes()).is_none() {
         match next(terminal).await {
             ScreenEvent::Output(bytes) => shown.extend_from_slice(&bytes),
-            other => panic!("{other:?} after {:?}", String::from_utf8_lossy(&shown)),
+            other @ (ScreenEvent::Exited { .. }
+            | ScreenEvent::Failed { .. }
+            | ScreenEvent::Closed { .. }) => {
+                panic!("{other:?} after {:?}", String::from_utf8_lossy(&shown))
+            }
         }
     }
     shown
@@ -304,7 +308,9 @@ async fn every_byte_goes_both_ways(host: Host) {
     while back.len() < typed.len() {
         match next(&mut terminal).await {
             ScreenEvent::Output(bytes) => back.extend_from_slice(&bytes),
-            other => panic!("{other:?} after {} bytes", back.len()),
+            other @ (ScreenEvent::Exited { .. }
+            | ScreenEvent::Failed { .. }
+            | ScreenEvent::Closed { .. }) => panic!("{other:?} after {} bytes", back.len()),
         }
     }
     assert!(back == typed, "it comes back as it was typed");
