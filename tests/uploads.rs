@@ -75,8 +75,8 @@ async fn large(host: &Host, mebibytes: usize) {
     sandbox.write("/work/warm", part.clone()).await;
     let before = (server.memory_bytes(), sandbox.agent_memory_bytes().await);
     let count = (mebibytes << 20) / PART;
-    let upload = client.begin_upload(&sandbox.id, &begin("/work/large", mebibytes << 20), None);
-    let upload = upload.await.unwrap().id;
+    let wanted = begin("/work/large", mebibytes << 20);
+    let upload = client.begin_upload(&sandbox.id, &wanted, None).await.unwrap().id;
     let mut most = before.0;
     for number in 1..=u32::try_from(count).unwrap() {
         put(client, &sandbox.id, &upload, number, &part).await;
@@ -105,8 +105,8 @@ async fn two_uploads_leave_one_whole_file(host: Host) {
     let client = sandbox.client();
     let contents = [vec![b'a'; PART + 7], vec![b'b'; PART + 9]];
     let one = async |content: &[u8]| {
-        let upload = client.begin_upload(&sandbox.id, &begin("/srv/job/x", content.len()), None);
-        let upload = upload.await.unwrap().id;
+        let wanted = begin("/srv/job/x", content.len());
+        let upload = client.begin_upload(&sandbox.id, &wanted, None).await.unwrap().id;
         for (number, part) in (1..).zip(content.chunks(PART)) {
             put(client, &sandbox.id, &upload, number, part).await;
         }
@@ -122,8 +122,8 @@ async fn a_fork_goes_on_with_its_own_copy_of_an_upload(host: Host) {
     let sandbox = host.sandbox().await;
     let client = sandbox.client();
     let whole = patterned(PART + 1);
-    let upload = client.begin_upload(&sandbox.id, &begin("/work/file", whole.len()), None);
-    let upload = upload.await.unwrap().id;
+    let wanted = begin("/work/file", whole.len());
+    let upload = client.begin_upload(&sandbox.id, &wanted, None).await.unwrap().id;
     put(client, &sandbox.id, &upload, 1, &whole[..PART]).await;
     let _room = host.room(1).await;
     let forked = Answer::to(sandbox.request(Method::POST, "/fork")).await.json();
