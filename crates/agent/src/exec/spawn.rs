@@ -327,10 +327,12 @@ fn become_program(order: &Order) -> Failed {
                 return (Step::Directory, error, 0);
             }
         }
-        // Ours is ignored; handlers were cleared by the kernel.
+        // Handlers were cleared by the kernel; what is ignored here, or was where this program was started, is not there.
         let mut default: libc::sigaction = std::mem::zeroed();
         default.sa_sigaction = libc::SIG_DFL;
-        libc::sigaction(libc::SIGPIPE, &default, ptr::null_mut());
+        for signal in [libc::SIGPIPE, libc::SIGHUP, libc::SIGINT, libc::SIGQUIT, libc::SIGTERM] {
+            libc::sigaction(signal, &default, ptr::null_mut());
+        }
         let mut none: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut none);
         libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut());

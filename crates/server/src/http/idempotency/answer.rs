@@ -63,7 +63,7 @@ pub(super) enum Why {
 }
 
 impl Answer {
-    /// Of a command whose server ended before it could tell.
+    /// Of what may have been done by a server that ended before it could tell.
     pub(super) fn lost() -> Self {
         Self::NotKept(Why::Lost)
     }
@@ -124,7 +124,7 @@ impl Why {
                 "this was done for the first request with this `Idempotency-Key`, and its answer is too long to be kept"
             }
             Self::Lost => {
-                "the first request with this `Idempotency-Key` was not seen to its end; its command may or may not have run, and is not run again"
+                "the first request with this `Idempotency-Key` was not seen to its end; what it asked for may or may not have been done, and is not done again"
             }
         }
     }

@@ -34,11 +34,15 @@ const PATIENCE: Duration = Duration::from_secs(25);
 /// Answers that an account may have remembered, of at most [`answer::LONGEST`] bytes each.
 const MOST_REMEMBERED: u64 = 100_000;
 
-/// Routes on which a command may have begun when no answer comes: what they were asked for is never done again. On all
-/// others a request that comes again finds what it has made, or changes nothing by being carried out twice.
-pub(super) const RUNNING: [&str; 5] = [
+/// Routes on which a command may have begun, or a file may have been moved, when no answer comes: what they were asked for is
+/// never done again. On all others a request that comes again finds what it has made, or changes nothing by being carried out twice.
+pub(super) const RUNNING: [&str; 9] = [
     "/v1/sandboxes/{id}/exec",
     "/v1/sandboxes/{id}/exec/stream",
+    "/v1/sandboxes/{id}/fs/export",
+    "/v1/sandboxes/{id}/fs/move",
+    "/v1/sandboxes/{id}/fs/uploads",
+    "/v1/sandboxes/{id}/fs/uploads/{upload}/complete",
     "/v1/sandboxes/{id}/repl/sessions",
     "/v1/sandboxes/{id}/repl/sessions/{session_id}/run",
     "/v1/sandboxes/{id}/repl/sessions/{session_id}/run/stream",
