@@ -423,6 +423,8 @@ async fn all_are_404(server: &Server, id: &str) {
             json!({"volume_id": "any"})
         } else if route.contains("/fs/move") {
             json!({"from": "/a", "to": "/b"})
+        } else if route.contains("/fs/import") || route.contains("/fs/export") {
+            json!({"url": "https://store.example/a", "path": "/a"})
         } else if route.contains("/fs/") {
             json!({"path": "/a"})
         } else {
