@@ -185,8 +185,8 @@ async fn the_published_command_opens_a_shell(host: Host) {
     .await;
     here.until("42-seen").await;
     // As an editor: keys one by one, not echoed, a control character among them.
-    let editor =
-        "stty raw -echo; printf ready; head -c 4 | od -An -tx1; stty sane; echo $((6 * 7))-left\r";
+    // What is awaited is not in what is echoed.
+    let editor = "stty raw -echo; printf rea''dy; head -c 4 | od -An -tx1; stty sane; echo $((6 * 7))-left\r";
     here.type_in(editor).await;
     here.until("ready").await;
     here.type_in("\x03\x1b~é").await;
