@@ -227,7 +227,9 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
         _ if path.contains("/fs/move") => {
             request.json(&json!({"from": "/etc/hostname", "to": "/a"}))
         }
-        _ if path.contains("/fs/") && method == "post" => request.json(&json!({"path": "/a"})),
+        _ if path.contains("/fs/") && method == "post" => {
+            request.json(&json!({"path": "/a", "url": "http://203.0.113.1/a"}))
+        }
         _ if path.ends_with("/network") => request.json(&json!({"egress": "none"})),
         _ if path.ends_with("/lifecycle") => request.json(&json!({"ttl_seconds": 60})),
         _ if path.ends_with("/execs") => {
