@@ -31,6 +31,7 @@ const DESCRIPTORS: (u64, u64) = (65_536, 1_048_576);
 /// Without a root disk or a port there is nothing to serve. What a guest can live without is reported on the console.
 pub fn boot() -> anyhow::Result<OwnedFd> {
     mounts::mount_kernel_file_systems().context("mount the kernel's file systems")?;
+    report("hurry the kernel", scheduling::hurry_grace_periods());
     modules::load_all().context("load the kernel's modules")?;
     mounts::enter_root().context("enter the root disk")?;
     mounts::mount_the_rest();

@@ -1,4 +1,4 @@
-//! What makes the agent cheap: large batches and no page faults.
+//! What makes the agent cheap: large batches, no page faults, and a kernel that does not wait for its clock.
 #![expect(unsafe_code, reason = "no crate in use offers these calls")]
 
 use std::ffi::c_int;
@@ -16,6 +16,13 @@ pub(super) fn prefer_batches() -> std::io::Result<()> {
     // SAFETY: the structure lives through the call and is only read.
     let result = unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const parameter) };
     if result < 0 { Err(std::io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Freezing a file system waits three times until every processor has passed a point of rest, which without this comes with
+/// the ticks of the clock: 40 ms in which the user's processes stand still, for 1 ms of work. It is for a kernel with few
+/// processors to wake them instead.
+pub(super) fn hurry_grace_periods() -> std::io::Result<()> {
+    std::fs::write("/sys/kernel/rcu_expedited", "1")
 }
 
 pub(super) fn keep_freed_memory() {

@@ -157,7 +157,7 @@ impl FileSystem {
     }
 
     /// False: it cannot be frozen, or somebody else has frozen it and may thaw it.
-    fn freeze(&self) -> Result<bool, Failure> {
+    pub(crate) fn freeze(&self) -> Result<bool, Failure> {
         match self.call(FIFREEZE) {
             Ok(()) => Ok(true),
             Err(Errno::BUSY) => Ok(false),

@@ -30,6 +30,8 @@ use volumes::{Before, Former};
 /// For processes that hold a volume although they were killed.
 const LAST_WORDS: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(20);
+/// For the user's processes, between two times that they stand still.
+const BREATH: Duration = Duration::from_millis(10);
 
 #[derive(Debug)]
 pub(crate) struct State {
@@ -50,6 +52,8 @@ pub(crate) struct State {
     used: BTreeSet<u8>,
     /// An empty slot that has a driver all the same.
     ready: Option<(u8, Disk)>,
+    /// See [`State::rehearse`].
+    has_rehearsed: bool,
 }
 
 impl State {
@@ -72,6 +76,7 @@ impl State {
             taken_away: Vec::new(),
             used: BTreeSet::new(),
             ready: None,
+            has_rehearsed: false,
         }
     }
 
@@ -121,6 +126,9 @@ impl State {
     }
 
     fn try_to_freeze(&mut self, attempt: &Attempt) -> Result<(), Failure> {
+        if !std::mem::replace(&mut self.has_rehearsed, true) {
+            self.rehearse(attempt)?;
+        }
         if let Some(groups) = &mut self.groups {
             groups.freeze(attempt)?;
         }
@@ -131,6 +139,25 @@ impl State {
         let processes = self.groups.iter().flat_map(Groups::processes);
         all.extend(file_systems::find_everywhere(reach, &known, processes));
         file_systems::freeze(all, &mut self.frozen, attempt)
+    }
+
+    /// What a machine does for the first time takes an emulator several times as long. So the steps are taken once apart from
+    /// each other, and the user's processes stand still for each alone instead of for all of them.
+    fn rehearse(&mut self, attempt: &Attempt) -> Result<(), Failure> {
+        if let Some(root) = self.found.iter().find(|file_system| file_system.is_root())
+            && root.freeze()?
+        {
+            root.thaw();
+        }
+        let Some(groups) = &mut self.groups else { return Ok(()) };
+        if let Some(reach) = &self.reach {
+            let known = devices(&self.found);
+            drop(file_systems::find_everywhere(reach, &known, groups.processes().into_iter()));
+        }
+        groups.freeze(attempt)?;
+        attempt.take_groups().iter().for_each(Frozen::thaw);
+        boot::mounts::pause(BREATH);
+        Ok(())
     }
 
     fn thaw_file_systems(&mut self) {
@@ -163,6 +190,8 @@ impl State {
     /// On failure the user's processes stand still.
     /// In `kernels` are processes that draw their random numbers anew.
     pub(crate) fn repair(&mut self, wanted: &Repair, kernels: &[OwnedFd]) -> Result<(), Failure> {
+        // By another emulator.
+        self.has_rehearsed = false;
         match self.place {
             Place::Guest => {
                 repair::identify(wanted)?;
