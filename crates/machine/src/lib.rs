@@ -10,6 +10,7 @@ pub mod hypervisor;
 mod jail;
 mod leftover;
 mod machine;
+mod mapped_file;
 mod memory;
 mod memory_copy;
 pub mod network;

@@ -44,11 +44,20 @@ pub(crate) struct GuestMemory {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Identity(u64, u64);
 
-/// Pages that are not the file's: in the file, in order, apart from each other.
+/// Some of its pages: bytes in the file, in order, apart from each other.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Changed(pub(crate) Vec<Range<u64>>);
+pub(crate) struct Pages(pub(crate) Vec<Range<u64>>);
 
-impl Changed {
+/// Which pages.
+#[derive(Debug, Clone, Copy)]
+enum Which {
+    /// That are no longer the file's.
+    Changed,
+    /// That are the file's, and were read.
+    Read,
+}
+
+impl Pages {
     /// In any order, and more than once: so the kernel finds them.
     fn of(mut found: Vec<Range<u64>>) -> Self {
         found.sort_unstable_by_key(|range| range.start);
@@ -62,7 +71,7 @@ impl Changed {
         Self(ranges)
     }
 
-    pub(crate) fn pages(&self) -> u64 {
+    pub(crate) fn count(&self) -> u64 {
         self.0.iter().map(|range| (range.end - range.start) / PAGE).sum()
     }
 }
@@ -139,19 +148,32 @@ impl GuestMemory {
     }
 
     /// Of a machine that runs, more may have changed by the time that this is known.
-    pub(crate) fn changed(&self) -> io::Result<Changed> {
+    pub(crate) fn changed(&self) -> io::Result<Pages> {
+        self.find(Which::Changed)
+    }
+
+    /// What it has used, and not changed. Not more than the kernel remembers.
+    pub(crate) fn read(&self) -> io::Result<Pages> {
+        self.find(Which::Read)
+    }
+
+    fn find(&self, which: Which) -> io::Result<Pages> {
         let pagemap = File::open(format!("/proc/{}/pagemap", self.pid))?;
-        match self.scan(&pagemap) {
+        match self.scan(&pagemap, which) {
             // Kernels before 6.7 know no such request.
-            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => self.read(&pagemap),
+            Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => self.walk(&pagemap, which),
             scanned => scanned,
         }
     }
 
-    fn scan(&self, pagemap: &File) -> io::Result<Changed> {
+    fn scan(&self, pagemap: &File, which: Which) -> io::Result<Pages> {
         const REGIONS: usize = 4096;
+        let (inverted, any_of) = match which {
+            Which::Changed => (IS_FILE, IS_PRESENT | IS_SWAPPED),
+            Which::Read => (0, IS_PRESENT),
+        };
         let mut regions = vec![Region::default(); REGIONS];
-        let mut changed = Vec::new();
+        let mut found = Vec::new();
         let (mut start, end) = (self.address, self.address + self.length);
         while start < end {
             let mut scan = Scan {
@@ -160,29 +182,30 @@ impl GuestMemory {
                 end,
                 regions: regions.as_mut_ptr() as u64,
                 regions_length: REGIONS as u64,
-                category_inverted: IS_FILE,
+                category_inverted: inverted,
                 category_mask: IS_FILE,
-                category_any_of: IS_PRESENT | IS_SWAPPED,
+                category_any_of: any_of,
                 return_mask: IS_FILE,
                 ..Scan::default()
             };
             // SAFETY: the kernel writes to `scan`, and to `regions` as many as it is told that there are.
             #[expect(unsafe_code, reason = "an ioctl without a wrapper")]
             let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &raw mut scan) }?;
-            let found = regions.iter().take(usize::try_from(count).unwrap_or(0));
-            changed
-                .extend(found.map(|region| region.start - self.address..region.end - self.address));
+            let filled = regions.iter().take(usize::try_from(count).unwrap_or(0));
+            found.extend(
+                filled.map(|region| region.start - self.address..region.end - self.address),
+            );
             if scan.walk_end <= start {
                 return Err(io::Error::other("the kernel's scan of pages does not go on"));
             }
             start = scan.walk_end;
         }
-        Ok(Changed::of(changed))
+        Ok(Pages::of(found))
     }
 
-    fn read(&self, pagemap: &File) -> io::Result<Changed> {
+    fn walk(&self, pagemap: &File, which: Which) -> io::Result<Pages> {
         const ENTRY: u64 = 8;
-        let mut changed = Vec::new();
+        let mut found = Vec::new();
         let mut entries = vec![0; 64 * 1024];
         let mut offset = 0;
         while offset < self.length {
@@ -191,13 +214,13 @@ impl GuestMemory {
             pagemap.read_exact_at(entries, (self.address + offset) / PAGE * ENTRY)?;
             for entry in entries.chunks_exact(8) {
                 let entry = u64::from_le_bytes(entry.try_into().map_err(io::Error::other)?);
-                if is_changed(entry) {
-                    changed.push(offset..offset + PAGE);
+                if is_wanted(entry, which) {
+                    found.push(offset..offset + PAGE);
                 }
                 offset += PAGE;
             }
         }
-        Ok(Changed::of(changed))
+        Ok(Pages::of(found))
     }
 
     pub(crate) fn read_exact(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
@@ -239,9 +262,12 @@ fn largest(maps: &str) -> Option<(Mapping, u64)> {
 }
 
 /// An entry of `/proc/PID/pagemap`.
-fn is_changed(entry: u64) -> bool {
+fn is_wanted(entry: u64, which: Which) -> bool {
     let (is_present, is_swapped, is_file) = (entry >> 63 & 1, entry >> 62 & 1, entry >> 61 & 1);
-    is_swapped == 1 || (is_present == 1 && is_file == 0)
+    match which {
+        Which::Changed => is_swapped == 1 || (is_present == 1 && is_file == 0),
+        Which::Read => is_present == 1 && is_file == 1,
+    }
 }
 
 // From `linux/fs.h`.
@@ -307,6 +333,7 @@ mod tests {
 
     #[test]
     fn a_swapped_page_is_a_changed_one_and_a_page_of_the_file_is_not() {
+        let is_changed = |entry| is_wanted(entry, Which::Changed);
         assert!(is_changed(1 << 62));
         assert!(is_changed(1 << 63));
         assert!(!is_changed(1 << 63 | 1 << 61));
@@ -316,13 +343,13 @@ mod tests {
     #[test]
     fn changed_pages_beside_each_other_are_one_range_and_counted_once() {
         let found = [(1, 2), (100, 101), (2, 3), (15, 16), (2, 3), (16, 17), (15, 17)];
-        let changed = Changed::of(found.map(|(start, end)| start * PAGE..end * PAGE).to_vec());
+        let changed = Pages::of(found.map(|(start, end)| start * PAGE..end * PAGE).to_vec());
         assert_eq!(changed.0, [PAGE..3 * PAGE, 15 * PAGE..17 * PAGE, 100 * PAGE..101 * PAGE]);
-        assert_eq!(changed.pages(), 5);
+        assert_eq!(changed.count(), 5);
     }
 
     #[test]
-    fn both_ways_to_find_changed_pages_find_the_same() {
+    fn both_ways_to_find_pages_find_the_same() {
         let file = tempfile::tempfile().unwrap();
         let length = 1024 * PAGE;
         file.write_all_at(&vec![1; length as usize], 0).unwrap();
@@ -334,11 +361,15 @@ mod tests {
         assert_eq!(private.read((700 * PAGE) as usize), 1);
         let memory = private.memory();
         let pagemap = File::open("/proc/self/pagemap").unwrap();
-        let read = memory.read(&pagemap).unwrap();
-        assert_eq!(read.pages(), 4);
-        match memory.scan(&pagemap) {
-            Ok(scanned) => assert_eq!(scanned, read),
-            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),
+        assert_eq!(memory.walk(&pagemap, Which::Changed).unwrap().count(), 4);
+        let read = memory.read().unwrap();
+        assert!(read.0.iter().any(|range| range.contains(&(700 * PAGE))), "{read:?}");
+        assert!(!read.0.iter().any(|range| range.contains(&(500 * PAGE))), "{read:?}");
+        for which in [Which::Changed, Which::Read] {
+            match memory.scan(&pagemap, which) {
+                Ok(scanned) => assert_eq!(scanned, memory.walk(&pagemap, which).unwrap()),
+                Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ENOTTY)),
+            }
         }
     }
 }

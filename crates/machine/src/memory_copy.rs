@@ -9,14 +9,15 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::mapped_file::MappedFile;
 use crate::memory::{GuestMemory, PAGE};
 
 /// Written together when memory lies in many pieces already.
 const LARGE_BLOCK: u64 = 64 * 1024;
 /// In a file that falls into more, to clone it takes long: a tenth of a second for this many.
 const MOST_PIECES: usize = 8192;
-/// What is read at once; a multiple of every block.
-const PIECE: u64 = 256 * 1024;
+/// What is read at once; a multiple of every block. It stays in a processor's own cache until it was compared.
+const PIECE: u64 = 512 * 1024;
 /// More wait for each other at the file, and the host has other machines.
 const MOST_THREADS: usize = 4;
 
@@ -37,6 +38,8 @@ enum Known {
 pub(crate) struct Copy {
     base: File,
     target: File,
+    /// The target, to be compared with.
+    mapped: MappedFile,
     block: u64,
     length: u64,
     known: Vec<Known>,
@@ -44,11 +47,17 @@ pub(crate) struct Copy {
 
 impl Copy {
     /// `target` is a clone of `base`, the file that the memory is mapped from.
-    pub(crate) fn new(base: File, target: File, length: u64, changed: &[Range<u64>]) -> Self {
+    pub(crate) fn new(
+        base: File,
+        target: File,
+        length: u64,
+        changed: &[Range<u64>],
+    ) -> io::Result<Self> {
         let is_scattered = pieces_of(&base).saturating_add(changed.len()) > MOST_PIECES;
         let block = if is_scattered { LARGE_BLOCK } else { PAGE };
         let blocks = usize::try_from(length.div_ceil(block)).unwrap_or(0);
-        Self { base, target, block, length, known: vec![Known::default(); blocks] }
+        let mapped = MappedFile::of(&target, length)?;
+        Ok(Self { base, target, mapped, block, length, known: vec![Known::default(); blocks] })
     }
 
     /// `changed` are all pages that are not the base's. The memory may go on changing meanwhile: then once more is needed.
@@ -61,14 +70,14 @@ impl Copy {
         let next = AtomicUsize::new(0);
         let this = &*self;
         let work = || -> io::Result<Vec<(usize, Known)>> {
-            let (mut found, mut here, mut there) = (Vec::new(), Vec::new(), Vec::new());
+            let (mut found, mut here, mut base) = (Vec::new(), Vec::new(), Vec::new());
             while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let length = (piece.end - piece.start) as usize;
                 here.resize(length, 0);
-                there.resize(length, 0);
+                base.resize(length, 0);
                 memory.read_exact(piece.start, &mut here)?;
-                this.read_known(piece.start, &mut there)?;
-                this.write_differing(piece.start, &here, &there, &mut found)?;
+                this.read_base(piece.start, &mut base)?;
+                this.write_differing(piece.start, &here, &base, &mut found)?;
             }
             Ok(found)
         };
@@ -85,6 +94,19 @@ impl Copy {
         for found in found {
             for (block, known) in found? {
                 self.known[block] = known;
+            }
+        }
+        Ok(())
+    }
+
+    /// So that the next time is short.
+    pub(crate) fn fetch_written(&self) -> io::Result<()> {
+        let mut at = 0;
+        for run in self.known.chunk_by(|one, other| one == other) {
+            let start = at;
+            at += run.len() * self.block as usize;
+            if run[0] == Known::Written {
+                self.mapped.fetch(start..at.min(self.length as usize))?;
             }
         }
         Ok(())
@@ -123,16 +145,15 @@ impl Copy {
         first..first + bytes.div_ceil(self.block as usize)
     }
 
-    /// What the target has.
-    fn read_known(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
+    /// What the target has from there; the rest of the buffer means nothing.
+    fn read_base(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
         let known = &self.known[self.blocks(at, buffer.len())];
         for run in known.chunk_by(|one, other| one == other) {
             let length = buffer.len().min(run.len() * self.block as usize);
             let (part, rest) = buffer.split_at_mut(length);
             match run[0] {
                 Known::AsBase => self.base.read_exact_at(part, at)?,
-                Known::Zeros => part.fill(0),
-                Known::Written => self.target.read_exact_at(part, at)?,
+                Known::Zeros | Known::Written => {}
             }
             buffer = rest;
             at += length as u64;
@@ -144,7 +165,7 @@ impl Copy {
         &self,
         start: u64,
         here: &[u8],
-        there: &[u8],
+        base: &[u8],
         found: &mut Vec<(usize, Known)>,
     ) -> io::Result<()> {
         static ZEROS: [u8; LARGE_BLOCK as usize] = [0; LARGE_BLOCK as usize];
@@ -153,11 +174,16 @@ impl Copy {
         let write = |range: &Range<usize>| {
             self.target.write_all_at(&here[range.clone()], start + range.start as u64)
         };
-        let blocks = here.chunks(size).zip(there.chunks(size));
-        for ((block, (here, there)), at) in
+        let blocks = here.chunks(size).zip(base.chunks(size));
+        for ((block, (here, base)), at) in
             self.blocks(start, here.len()).zip(blocks).zip((0..).step_by(size))
         {
-            if here != there {
+            let is_equal = match self.known[block] {
+                Known::AsBase => here == base,
+                Known::Zeros => *here == ZEROS[..here.len()],
+                Known::Written => self.mapped.is_equal(start as usize + at, here),
+            };
+            if !is_equal {
                 found.push((block, Known::Written));
                 if unwritten.end != at {
                     write(&unwritten)?;
@@ -233,7 +259,7 @@ mod tests {
         let target = file();
         let changed = mapped.memory().changed().unwrap().0;
         let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
-        let mut copy = Copy::new(base, clone, LENGTH, &changed);
+        let mut copy = Copy::new(base, clone, LENGTH, &changed).unwrap();
         copy.catch_up(&mapped.memory(), &changed).unwrap();
         (copy, target)
     }
@@ -291,7 +317,7 @@ mod tests {
         let many = vec![20 * PAGE..21 * PAGE; MOST_PIECES + 1];
         let target = file();
         let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
-        let mut copy = Copy::new(base, clone, LENGTH, &many);
+        let mut copy = Copy::new(base, clone, LENGTH, &many).unwrap();
         copy.catch_up(&mapped.memory(), &changed).unwrap();
         assert!(content(&target) == memory_of(&mapped.memory()));
         assert_eq!(copy.written_bytes(), LARGE_BLOCK);

@@ -3,13 +3,14 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::disks;
 use crate::error::{Error, Result};
 use crate::hypervisor::explained;
 use crate::machine::Machine;
-use crate::memory::GuestMemory;
+use crate::memory::{GuestMemory, PAGE};
 use crate::memory_copy::Copy;
 
 /// All of a save that waits for the host. A few GiB of changed memory are written in seconds.
@@ -29,9 +30,10 @@ pub struct Save<F> {
 pub struct Ahead {
     memory: GuestMemory,
     copy: Copy,
+    read: Vec<(u32, u32)>,
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct Saved {
     /// The machine has stood still since then.
     pub stopped_since: Instant,
@@ -41,6 +43,9 @@ pub struct Saved {
     pub changed_pages: u64,
     /// Of the memory file, what is not shared with that which it was cloned from.
     pub written_bytes: u64,
+    /// Pages that it had used and not changed: the number of the first, and how many. Whoever goes on from here will use
+    /// them, too.
+    pub read_pages: Vec<(u32, u32)>,
     pub steps: Steps,
 }
 
@@ -87,9 +92,11 @@ impl Machine {
         memory.check_clone(&target)?;
         let copying = tokio::task::spawn_blocking(move || -> io::Result<_> {
             let changed = memory.changed()?;
-            let mut copy = Copy::new(memory.open_base()?, target, memory.length(), &changed.0);
+            let mut copy = Copy::new(memory.open_base()?, target, memory.length(), &changed.0)?;
             copy.catch_up(&memory, &changed.0)?;
-            Ok(Ahead { memory, copy })
+            copy.fetch_written()?;
+            let read = numbered(&memory.read()?.0);
+            Ok(Ahead { memory, copy, read })
         });
         let copied = copying.await.map_err(|_| Error::Lost)?;
         copied.map_err(Error::host("copy the memory of qemu"))
@@ -111,7 +118,7 @@ impl Machine {
     where
         F: FnOnce() -> io::Result<()> + Send + 'static,
     {
-        let Save { state, memory: Ahead { memory, mut copy }, while_stopped } = save;
+        let Save { state, memory: Ahead { memory, mut copy, read }, while_stopped } = save;
         let stopped_since = Instant::now();
         self.stop().await?;
         let stop = stopped_since.elapsed();
@@ -120,7 +127,7 @@ impl Machine {
             let changed = memory.changed()?;
             let scan = begun.elapsed();
             copy.catch_up(&memory, &changed.0)?;
-            Ok((changed.pages(), copy.written_bytes(), scan, begun.elapsed() - scan))
+            Ok((changed.count(), copy.written_bytes(), scan, begun.elapsed() - scan))
         });
         let cloning = tokio::task::spawn_blocking(move || {
             let begun = Instant::now();
@@ -149,7 +156,41 @@ impl Machine {
             stood: stopped_since.elapsed(),
             changed_pages,
             written_bytes,
+            read_pages: read,
             steps: Steps { stop, state, scan, copy, while_stopped },
         })
+    }
+}
+
+/// As numbers of pages. What lies between two that are near each other is counted in: it would be fetched with them.
+fn numbered(ranges: &[Range<u64>]) -> Vec<(u32, u32)> {
+    const NEAR: u64 = 32;
+    let mut numbered: Vec<(u32, u32)> = Vec::new();
+    for range in ranges {
+        let (start, end) = (range.start / PAGE, range.end.div_ceil(PAGE));
+        let joined = numbered.last_mut().and_then(|(first, pages)| {
+            let before = u64::from(*first) + u64::from(*pages);
+            let longer = u32::try_from(end - u64::from(*first)).ok()?;
+            (start <= before + NEAR).then(|| *pages = longer)
+        });
+        if joined.is_none()
+            && let (Ok(first), Ok(pages)) = (u32::try_from(start), u32::try_from(end - start))
+        {
+            numbered.push((first, pages));
+        }
+    }
+    numbered
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_near_each_other_are_fetched_together() {
+        let pages = |from: u64, to: u64| from * PAGE..to * PAGE;
+        assert_eq!(numbered(&[]), []);
+        let ranges = [pages(3, 5), pages(6, 7), pages(39, 40), pages(73, 80)];
+        assert_eq!(numbered(&ranges), [(3, 37), (73, 7)]);
     }
 }

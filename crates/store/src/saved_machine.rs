@@ -5,10 +5,12 @@ use std::{
     collections::BTreeMap,
     fs::{self, File, OpenOptions},
     io::{self, ErrorKind},
+    num::NonZero,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
+use rustix::fs::{Advice, fadvise};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -21,6 +23,10 @@ use crate::{
 /// Counts up when a program that knows only the number before could not use the files rightly. Fields are added to
 /// [`Manifest`] without it, with a default for files that lack them.
 const FORMAT: u32 = 1;
+
+const PAGE: u64 = 4096;
+/// Of a machine's memory: more may not be used soon.
+const MOST_FETCHED: u64 = 128 << 20;
 
 /// What must be known to load the machine again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,6 +45,9 @@ pub struct Manifest {
     pub machine_type: String,
     /// Milliseconds since 1970.
     pub created_ms: i64,
+    /// Pages of its memory that it had used and not changed: the number of the first, and how many.
+    #[serde(default)]
+    pub read_pages: Vec<(u32, u32)>,
 }
 
 /// As it is in the file.
@@ -135,6 +144,23 @@ impl SavedMachine {
             }
         }
         Ok(Some(Self { manifest: stored.machine, files: Files(directory) }))
+    }
+}
+
+/// Has the kernel fetch these pages of a memory file from the disk, in the background. What the machine had changed was
+/// written there and is in the kernel's cache still, but of the rest only what it was cloned from is.
+pub fn fetch(memory: &File, pages: &[(u32, u32)]) {
+    // The kernel cuts longer requests short.
+    const PIECE: u64 = 128 << 10;
+    let mut left = MOST_FETCHED;
+    for &(first, count) in pages {
+        let (start, length) = (u64::from(first) * PAGE, (u64::from(count) * PAGE).min(left));
+        for at in (start..start + length).step_by(PIECE as usize) {
+            let piece = NonZero::new(PIECE.min(start + length - at));
+            // Not worth a failure: it comes when it is used.
+            let _ = fadvise(memory, at, piece, Advice::WillNeed);
+        }
+        left -= length;
     }
 }
 

@@ -16,6 +16,7 @@ use pool::{Xfs, is_empty, layout, write_at};
 use store::{
     Digest, Error, Layout,
     sandbox_files::SandboxFiles,
+    saved_machine,
     snapshot::{self, Manifest, Sizes},
     sweep,
 };
@@ -34,6 +35,7 @@ fn manifest() -> Manifest {
         agent_protocol: 1,
         machine_type: "pc-q35-8.2".to_owned(),
         created_ms: 1,
+        read_pages: vec![(3, 2)],
     }
 }
 
@@ -215,6 +217,27 @@ fn what_is_damaged_or_of_a_later_program_is_told_and_not_loaded() {
     assert_eq!(snapshot::get(&layout, &id).unwrap().unwrap().manifest, manifest());
     snapshot::remove_all_but(&layout, &[id]).unwrap();
     assert_eq!(snapshot::list(&layout).unwrap(), [id]);
+}
+
+#[test]
+fn what_an_earlier_program_did_not_write_down_is_no_obstacle() {
+    let directory = tempfile::tempdir().unwrap();
+    let (layout, base) = (layout(directory.path()), Base::write(directory.path()));
+    let id = take(&layout, &base.memory, 1, &base.rootfs);
+    let saved = || snapshot::get(&layout, &id).unwrap().unwrap();
+    let path = saved().files.memory().with_file_name("manifest.json");
+    let mut stored: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    stored["machine"].as_object_mut().unwrap().remove("read_pages").unwrap();
+    fs::write(&path, stored.to_string()).unwrap();
+    assert_eq!(saved().manifest, Manifest { read_pages: Vec::new(), ..manifest() });
+}
+
+#[test]
+fn pages_are_fetched_from_a_memory_file_that_does_not_have_them_all() {
+    let memory = tempfile::tempfile().unwrap();
+    memory.set_len(64 << 20).unwrap();
+    saved_machine::fetch(&memory, &[(0, 3), (100, 20_000), (u32::MAX, u32::MAX)]);
+    assert_eq!(memory.metadata().unwrap().len(), 64 << 20);
 }
 
 #[test]

@@ -294,14 +294,17 @@ impl Sandboxes {
             prepared.load(load).await.map_err(not_started)
         };
         let policy = entry.look(|row| row.network.clone());
+        let begun = Instant::now();
         // Both before the guest's first step.
         let (machine, ()) = tokio::try_join!(load, network::put_in_place(site.gate(), &policy))?;
+        tracing::debug!(sandbox = %entry.look(|row| row.id), took = ?begun.elapsed(), "loaded");
         Ok(Loaded { machine, later, mounts, grow_root: disk_bytes > saved.disk_bytes })
     }
 
     /// Running and repaired, with its volumes.
     pub(super) async fn set_going(&self, entry: &Entry, loaded: Loaded) -> Result<Machine, Error> {
         let Loaded { machine, later, mounts, grow_root } = loaded;
+        let begun = Instant::now();
         fault::point!("create.resuming", Error::internal);
         machine.resume().await.map_err(not_started)?;
         fault::point!("create.guest_connecting", Error::internal);
@@ -315,9 +318,12 @@ impl Sandboxes {
         let (guest, ()) = tokio::try_join!(machine.connect_guest(ANSWER_DEADLINE), attach)
             .map_err(not_started)?;
         let repair = self.repair(entry, grow_root, mounts);
+        let connected = begun.elapsed();
         fault::point!("create.repairing", Error::internal);
         guest.call(Request::Repair(repair), ANSWER_DEADLINE).await.map_err(not_started)?;
         fault::point!("create.repaired");
+        let repaired = begun.elapsed() - connected;
+        tracing::debug!(sandbox = %entry.look(|row| row.id), ?connected, ?repaired, "set going");
         Ok(machine)
     }
 

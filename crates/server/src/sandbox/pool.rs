@@ -126,12 +126,19 @@ impl Pool {
 
     /// Not from the shelves.
     pub(crate) async fn start(&self, saved: &SavedMachine) -> Result<Ready, Error> {
+        let (ready, ()) = tokio::join!(self.start_process(saved), saved.fetch_memory());
+        ready
+    }
+
+    async fn start_process(&self, saved: &SavedMachine) -> Result<Ready, Error> {
+        let begun = Instant::now();
         let memory = saved.memory()?;
         let ahead = locked(&self.sites_ahead).pop();
         let site = match ahead {
             Some(site) => site,
             None => self.sites.prepare().await?,
         };
+        let site_took = begun.elapsed();
         let place = site.place();
         let prepared = match place {
             Ok(place) => {
@@ -140,7 +147,16 @@ impl Pool {
             Err(error) => Err(error),
         };
         match prepared {
-            Ok(prepared) => Ok(Ready { site, prepared }),
+            Ok(prepared) => {
+                let process_took = begun.elapsed() - site_took;
+                tracing::debug!(
+                    slot = site.number(),
+                    ?site_took,
+                    ?process_took,
+                    "started a process"
+                );
+                Ok(Ready { site, prepared })
+            }
             Err(error) => {
                 site.remove().await;
                 Err(error)

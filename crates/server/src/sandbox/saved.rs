@@ -4,12 +4,14 @@ use std::{
     fs::File,
     os::{fd::AsRawFd, unix::fs::MetadataExt},
     path::PathBuf,
+    sync::Mutex,
 };
 
 use api::SnapshotId;
 use machine::MachineSpec;
 use store::{bake::Bake, saved_machine::Files};
 
+use super::registry::locked;
 use crate::Error;
 
 /// Immutable; shared by all that are started from it. Its files are open, for under the same names others may appear: a
@@ -25,6 +27,8 @@ pub(crate) struct SavedMachine {
     state: File,
     rootfs: File,
     identity: String,
+    /// Of its memory: see [`store::saved_machine::fetch`].
+    read_pages: Mutex<Vec<(u32, u32)>>,
 }
 
 impl SavedMachine {
@@ -38,7 +42,8 @@ impl SavedMachine {
         spec: MachineSpec,
         saved: &store::saved_machine::SavedMachine,
     ) -> Result<Self, Error> {
-        Self::open(key, spec, saved.manifest.disk_bytes, &saved.files)
+        let opened = Self::open(key, spec, saved.manifest.disk_bytes, &saved.files)?;
+        Ok(Self { read_pages: Mutex::new(saved.manifest.read_pages.clone()), ..opened })
     }
 
     fn open(key: String, spec: MachineSpec, disk_bytes: u64, files: &Files) -> Result<Self, Error> {
@@ -48,7 +53,17 @@ impl SavedMachine {
         let memory_path = files.memory();
         let metadata = memory.metadata().map_err(Error::internal)?;
         let identity = format!("{key} in {}:{}", metadata.dev(), metadata.ino());
-        Ok(Self { key, spec, disk_bytes, memory_path, memory, state, rootfs, identity })
+        Ok(Self {
+            key,
+            spec,
+            disk_bytes,
+            memory_path,
+            memory,
+            state,
+            rootfs,
+            identity,
+            read_pages: Mutex::default(),
+        })
     }
 
     /// Of the very files, not of their name: the same while anything is started from them.
@@ -63,6 +78,18 @@ impl SavedMachine {
     /// Opened for reading only: clones map it privately.
     pub(crate) fn memory(&self) -> Result<File, Error> {
         reopened(&self.memory)
+    }
+
+    /// Once: whoever is started from it again finds them in the kernel's cache. It is only a matter of time.
+    pub(crate) async fn fetch_memory(&self) {
+        let pages = std::mem::take(&mut *locked(&self.read_pages));
+        if pages.is_empty() {
+            return;
+        }
+        if let Ok(memory) = self.memory() {
+            let fetching = move || store::saved_machine::fetch(&memory, &pages);
+            let _ = tokio::task::spawn_blocking(fetching).await;
+        }
     }
 
     pub(crate) fn state(&self) -> Result<File, Error> {

@@ -95,6 +95,7 @@ impl Sandboxes {
             agent_protocol: entry.guest().map_or(0, |guest| guest.version()),
             machine_type: machine::MACHINE_TYPE.to_owned(),
             created_ms: self.clock.now_ms(),
+            read_pages: saved.read_pages,
         };
         Ok((draft, manifest))
     }
