@@ -126,7 +126,7 @@ impl State {
     }
 
     fn try_to_freeze(&mut self, attempt: &Attempt) -> Result<(), Failure> {
-        if !std::mem::replace(&mut self.has_rehearsed, true) {
+        if !self.has_rehearsed {
             self.rehearse(attempt)?;
         }
         if let Some(groups) = &mut self.groups {
@@ -142,21 +142,27 @@ impl State {
     }
 
     /// What a machine does for the first time takes an emulator several times as long. So the steps are taken once apart from
-    /// each other, and the user's processes stand still for each alone instead of for all of them.
+    /// each other, and the user's processes stand still for each alone instead of for all of them. Without any it is not
+    /// worth its time.
     fn rehearse(&mut self, attempt: &Attempt) -> Result<(), Failure> {
+        let Some(groups) = &mut self.groups else { return Ok(()) };
+        let processes = groups.processes();
+        if processes.is_empty() {
+            return Ok(());
+        }
         if let Some(root) = self.found.iter().find(|file_system| file_system.is_root())
             && root.freeze()?
         {
             root.thaw();
         }
-        let Some(groups) = &mut self.groups else { return Ok(()) };
         if let Some(reach) = &self.reach {
             let known = devices(&self.found);
-            drop(file_systems::find_everywhere(reach, &known, groups.processes().into_iter()));
+            drop(file_systems::find_everywhere(reach, &known, processes.into_iter()));
         }
         groups.freeze(attempt)?;
         attempt.take_groups().iter().for_each(Frozen::thaw);
         boot::mounts::pause(BREATH);
+        self.has_rehearsed = true;
         Ok(())
     }
 

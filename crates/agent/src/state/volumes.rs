@@ -115,9 +115,14 @@ pub(crate) fn mount_volume(slots: &Slots, wanted: &Mount, before: Before) -> Res
     mount_when_whole(&disk, &directory, flags).map_err(|error| cannot_mount(&point, error))
 }
 
-/// After an error nothing more is written: what is on the disk is worth more than what is not.
+/// After an error nothing more is written: what is on the disk is worth more than what is not. And a mount starts no thread
+/// that reads ahead what may never be needed.
 fn options(kind: &[u8], flags: MountFlags) -> &'static CStr {
-    if kind == b"ext4" && !flags.contains(MountFlags::RDONLY) { c"errors=remount-ro" } else { c"" }
+    match (kind, flags.contains(MountFlags::RDONLY)) {
+        (b"ext4", false) => c"errors=remount-ro,no_prefetch_block_bitmaps",
+        (b"ext4", true) => c"no_prefetch_block_bitmaps",
+        (_, _) => c"",
+    }
 }
 
 fn wait_for(disk: &Disk, slot: u8) -> Result<(), Failure> {
