@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::{CreateSandbox, ErrorCode, Volume};
+use api::{ErrorCode, UpdateLifecycle, Volume};
 use client::ExecEvent;
 use rustix::process::{Signal, kill_process};
 use tests::{End, Host, Server, command, has_failed, until};
@@ -172,9 +172,10 @@ pub(super) async fn what_was_not_synced_is_there_after_a_delete_and_an_expiry(ho
     let deleted = host.sandbox_of(&with([written("deleted")])).await;
     deleted.run(&write("deleted")).await;
     deleted.delete().await;
-    let request = CreateSandbox { ttl_seconds: Some(4), ..with([written("expired")]) };
-    let expired = host.sandbox_of(&request).await;
+    let expired = host.sandbox_of(&with([written("expired")])).await;
     expired.run(&write("expired")).await;
+    let soon = UpdateLifecycle { ttl_seconds: Some(1), ..UpdateLifecycle::default() };
+    server.client().update_lifecycle(&expired.id, &soon).await.unwrap();
     until("it has expired", Duration::from_secs(40), async || {
         holder(&server, "expired").await.is_none().then_some(())
     })
