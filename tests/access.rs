@@ -36,7 +36,7 @@ enum Gate {
 }
 
 /// All routes. One that is missing here fails the first claim, so that nobody adds one without deciding.
-const ROUTES: [(&str, &str, Gate); 102] = [
+const ROUTES: [(&str, &str, Gate); 112] = [
     ("get", "/healthz", Gate::Open),
     ("get", "/version", Gate::Open),
     ("get", "/openapi.json", Gate::Open),
@@ -82,6 +82,16 @@ const ROUTES: [(&str, &str, Gate); 102] = [
     ("delete", "/v1/volumes/{id}", Gate::Full),
     ("post", "/v1/volumes/{id}/attach", Gate::Full),
     ("post", "/v1/volumes/{id}/detach", Gate::Full),
+    ("get", "/v1/databases", Gate::Read),
+    ("post", "/v1/databases", Gate::Full),
+    ("get", "/v1/databases/{id}", Gate::Read),
+    ("patch", "/v1/databases/{id}", Gate::Full),
+    ("delete", "/v1/databases/{id}", Gate::Full),
+    ("get", "/v1/databases/{id}/connection", Gate::Full),
+    ("post", "/v1/databases/{id}/wake", Gate::Full),
+    ("post", "/v1/databases/{id}/clone", Gate::Full),
+    ("post", "/v1/databases/{id}/reset-credentials", Gate::Full),
+    ("post", "/v1/databases/{id}/failover", Gate::Full),
     ("get", "/v1/machines", Gate::Read),
     ("post", "/v1/machines", Gate::Full),
     ("get", "/v1/machines/{id}", Gate::Read),
@@ -269,6 +279,7 @@ async fn a_key_of_scope_read_changes_nothing_on_any_route(host: Host) {
                     "/snapshots/{",
                     "/volumes/{",
                     "/execs/{",
+                    "/databases/{",
                     "/uploads/{",
                     "/fs/watch",
                 ]

@@ -19,6 +19,7 @@ suite! {
     the_guide_to_networks_works,
     the_guide_to_ports_works,
     the_guide_to_volumes_works,
+    the_guide_to_databases_works,
     the_guide_to_machines_works,
     the_guide_to_the_interpreter_works,
     getting_started_works,
@@ -34,6 +35,7 @@ suite! {
 const RUN: [&str; 14] = [
     "README.md",
     "docs/guides/command-line.md",
+    "docs/guides/databases.md",
     "docs/guides/files-and-commands.md",
     "docs/guides/getting-started.md",
     "docs/guides/interpreter.md",
@@ -151,6 +153,10 @@ async fn the_guide_to_ports_works(host: Host) {
 
 async fn the_guide_to_volumes_works(host: Host) {
     works(&host, "docs/guides/volumes.md").await;
+}
+
+async fn the_guide_to_databases_works(host: Host) {
+    works(&host, "docs/guides/databases.md").await;
 }
 
 async fn the_guide_to_machines_works(host: Host) {

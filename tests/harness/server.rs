@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use api::{CreateSandbox, SandboxId};
+use api::{CreateSandbox, SandboxId, VolumeId};
 use client::{Client, Method, RequestBuilder, SandboxFilter};
 use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
@@ -156,6 +156,13 @@ impl Server {
     }
 
     pub async fn delete_all(&self) {
+        let databases = self.client.databases().await;
+        for database in databases.expect("databases can be listed") {
+            match self.client.delete_database(&database.id).await {
+                Err(error) if error.status() != Some(404) => panic!("{}: {error}", database.id),
+                Ok(()) | Err(_) => {}
+            }
+        }
         let all = self.client.sandboxes(&SandboxFilter::default()).await;
         for sandbox in all.expect("sandboxes can be listed") {
             match self.client.delete_sandbox(&sandbox.id).await {
@@ -243,12 +250,20 @@ impl Server {
 
     /// The QEMU behind a sandbox: the process that has its root disk open.
     pub fn machine_of(&self, id: &SandboxId) -> Pid {
-        let directory = self.data().join("sandboxes").join(id.to_string());
+        self.machine_with(&self.data().join("sandboxes").join(id.to_string()))
+    }
+
+    /// The QEMU that has a volume open.
+    pub fn machine_of_volume(&self, id: &VolumeId) -> Pid {
+        self.machine_with(&self.data().join("volumes").join(id.to_string()))
+    }
+
+    fn machine_with(&self, directory: &Path) -> Pid {
         let has_it_open = |pid: &u32| {
             let files = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
             files
                 .filter_map(|file| fs::read_link(file.path()).ok())
-                .any(|file| file.starts_with(&directory))
+                .any(|file| file.starts_with(directory))
         };
         let pid = Footprint::of(self.data()).processes.into_iter().find(has_it_open);
         pid.and_then(|pid| Pid::from_raw(pid.cast_signed()))

@@ -56,6 +56,17 @@ uuid_id!(
     /// A UUID. Becomes part of file names.
     VolumeId, "a volume id"
 );
+uuid_id!(
+    /// A UUID; the same as its sandbox's.
+    DatabaseId, "a database id"
+);
+
+impl DatabaseId {
+    /// The sandbox that the database is.
+    pub fn sandbox(self) -> SandboxId {
+        SandboxId(self.0)
+    }
+}
 
 uuid_id!(
     /// Names a preview token without being one.

@@ -2,6 +2,7 @@
 //! Facts about what the published clients send and expect stand beside the fields they explain.
 
 mod account;
+mod database;
 mod error;
 mod event;
 mod exec;
@@ -21,6 +22,10 @@ mod transfer;
 mod volume;
 
 pub use account::{Account, Price, Quotas, Usage, UsedAmounts};
+pub use database::{
+    CloneDatabase, CreateDatabase, Database, DatabaseConnection, DatabaseList, DatabaseSize,
+    DatabaseStatus, UpdateDatabase,
+};
 pub use error::{ErrorBody, ErrorCode};
 pub use event::{
     CpuMetrics, DiskMetrics, Event, EventKind, EventList, MemoryMetrics, Metrics, NetworkMetrics,
@@ -34,8 +39,8 @@ pub use file::{
 };
 pub use fork::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
 pub use id::{
-    AccountId, ExecId, InvalidId, KeyId, PreviewTokenId, SandboxId, SnapshotId, TemplateName,
-    TerminalId, VolumeId, VolumeName,
+    AccountId, DatabaseId, ExecId, InvalidId, KeyId, PreviewTokenId, SandboxId, SnapshotId,
+    TemplateName, TerminalId, VolumeId, VolumeName,
 };
 pub use key::{CreateKey, Key, Me, NewKey, Scope};
 pub use machine::{

@@ -109,6 +109,10 @@ pub struct CreateSandbox {
     /// Default: the internet, without private addresses.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<CreateNetwork>,
+    /// Its commands find the URL of the first in `DATABASE_URL`, of the second in `DATABASE_URL_2`, and so on; never
+    /// written to the guest's disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub databases: Option<Vec<String>>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]

@@ -3,6 +3,8 @@
 mod account;
 mod command;
 mod copy;
+mod database;
+mod databases;
 mod demo;
 mod doctor;
 mod exec;
@@ -106,6 +108,8 @@ enum Command {
     #[command(subcommand)]
     Volume(volume::VolumeCommand),
     #[command(subcommand)]
+    Db(database::DatabaseCommand),
+    #[command(subcommand)]
     Template(template::TemplateCommand),
     #[command(subcommand)]
     Key(key::KeyCommand),
@@ -149,6 +153,7 @@ async fn run(Atoll { connection, command }: Atoll) -> anyhow::Result<ExitCode> {
         Command::Machine(command) => command.run(&connection).await?,
         Command::Snapshot(command) => command.run(&connection).await?,
         Command::Volume(command) => command.run(&connection).await?,
+        Command::Db(command) => command.run(&connection).await?,
         Command::Template(command) => command.run(&connection).await?,
         Command::Key(command) => command.run(&connection).await?,
         Command::Account(command) => command.run(connection.output()).await?,

@@ -13,7 +13,7 @@ use clap::{Args, builder::FalseyValueParser};
 use server::{Config, Destination, HostPolicy, account::Plans, volume::VolumeLimits};
 use tempfile::TempDir;
 
-use crate::{failure::Failure, limits::Limits, previews::Previews};
+use crate::{databases::DatabaseFlags, failure::Failure, limits::Limits, previews::Previews};
 
 #[derive(Args)]
 pub(crate) struct Settings {
@@ -63,6 +63,8 @@ pub(crate) struct Settings {
     open_metrics: bool,
     #[command(flatten, next_help_heading = "Ports of sandboxes")]
     previews: Previews,
+    #[command(flatten, next_help_heading = "Databases")]
+    databases: DatabaseFlags,
     #[command(flatten, next_help_heading = "Limits")]
     limits: Limits,
 }
@@ -78,6 +80,7 @@ impl Settings {
                 deny: self.egress_deny.clone(),
                 allow: self.egress_allow.clone(),
                 permit: self.egress_permit.clone(),
+                door: Some(self.databases.databases_ports.range()),
             },
             data_dir,
             cache_dir,
@@ -93,6 +96,7 @@ impl Settings {
                 largest_mb: self.largest_volume,
                 total_mb: self.volumes_total,
             },
+            databases: self.databases.settings()?,
             execs: self.limits.execs(),
             previews: self.previews.config(),
             terminal_linger: self.limits.terminal_linger(),

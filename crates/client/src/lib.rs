@@ -4,6 +4,7 @@
 //! [`Error::may_retry_after`] tells when a refusal invites that. Waits are bounded by silence, never by a total: a slow
 //! transfer that moves is not cut.
 
+mod database;
 mod error;
 mod exec;
 mod file;

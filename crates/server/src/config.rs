@@ -6,6 +6,7 @@ use machine::network::HostPolicy;
 
 use crate::{
     account::Plans,
+    database::DatabaseSettings,
     sandbox::{ExecLimits, Limits},
     volume::VolumeLimits,
 };
@@ -31,6 +32,7 @@ pub struct Config {
     pub ready_machines: usize,
     pub capacity: Capacity,
     pub volumes: VolumeLimits,
+    pub databases: DatabaseSettings,
     pub execs: ExecLimits,
     pub previews: PreviewConfig,
     /// How long a terminal goes on with nobody attached to it.
@@ -127,6 +129,7 @@ impl Config {
             default_ttl: Duration::from_secs(3600),
             ready_machines: 0,
             capacity: Capacity::default(),
+            databases: DatabaseSettings::default(),
             volumes: VolumeLimits { most: 8, largest_mb: 1024, total_mb: None },
             execs: ExecLimits::default(),
             previews: PreviewConfig::default(),

@@ -53,6 +53,11 @@ impl Caller {
         Self { account, scope, plan, ticket: None }
     }
 
+    /// For what the server goes on with by itself: it was admitted before.
+    pub(crate) fn of_server(account: &AccountId) -> Self {
+        Self::new(account.clone(), Scope::Full, Arc::new(Plan::unlimited()))
+    }
+
     #[cfg(test)]
     pub(crate) fn testing() -> Self {
         Self::new(AccountId::default_account(), Scope::Full, Arc::new(Plan::unlimited()))

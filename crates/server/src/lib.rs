@@ -7,6 +7,7 @@ mod blocking;
 mod buffers;
 pub mod clock;
 pub mod config;
+pub mod database;
 mod db;
 pub mod doctor;
 pub mod error;

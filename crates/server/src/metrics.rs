@@ -44,6 +44,7 @@ pub(crate) struct Figures {
     pub(crate) refused_creates: BTreeMap<&'static str, u64>,
     pub(crate) capacity: Vec<Figure>,
     pub(crate) traffic: Traffic,
+    pub(crate) databases: BTreeMap<&'static str, usize>,
 }
 
 /// How a command ended.
@@ -193,6 +194,11 @@ fn looked_at(figures: &Figures) -> Result<Registry, prometheus::Error> {
         refused.with_label_values(&[short]).inc_by(*count);
     }
     registry.register(Box::new(refused))?;
+    let databases = IntGaugeVec::new(Opts::new("databases", "Databases by status."), &["status"])?;
+    for (status, count) in &figures.databases {
+        databases.with_label_values(&[status]).set(i64::try_from(*count).unwrap_or(i64::MAX));
+    }
+    registry.register(Box::new(databases))?;
     Ok(registry)
 }
 
@@ -216,6 +222,7 @@ mod tests {
             refused_creates: BTreeMap::from([("memory", 4)]),
             capacity: vec![free],
             traffic: Traffic { sent_bytes: 5, received_bytes: 6 },
+            databases: BTreeMap::from([("hibernated", 7)]),
         });
         for line in [
             r#"atoll_http_requests_total{method="GET",route="/v1/sandboxes/{id}",status="404"} 1"#,
@@ -224,6 +231,7 @@ mod tests {
             "atoll_machines_ready 2",
             r#"atoll_creates_refused_total{short="memory"} 4"#,
             "atoll_disk_free_bytes 5",
+            r#"atoll_databases{status="hibernated"} 7"#,
             "atoll_network_bytes_sent_total 5",
             "atoll_network_bytes_received_total 6",
         ] {

@@ -16,6 +16,7 @@ use crate::{
     account::{Alive, Plans},
     buffers::Buffers,
     clock::Clock,
+    database::{self, Databases},
     db::Db,
     http::{Connections, Idempotency, Rate},
     instance::Instance,
@@ -87,6 +88,10 @@ pub async fn run(
     ground.db.set_end(Some(alive.last()));
     sandboxes.recover().await?;
     ground.db.set_end(None);
+    let databases =
+        Databases::open(ground.db.clone(), ground.clock.clone(), Arc::clone(&sandboxes), &config)
+            .await?;
+    databases.recover().await?;
     let (keys, first_key) = Keys::open(
         ground.db.clone(),
         ground.clock.clone(),
@@ -106,6 +111,7 @@ pub async fn run(
         keys,
         metrics: Arc::new(Metrics::new()),
         sandboxes: Arc::clone(&sandboxes),
+        databases: Arc::clone(&databases),
         volumes,
         templates: Arc::clone(&ground.templates),
         db: ground.db.clone(),
@@ -129,6 +135,7 @@ pub async fn run(
     prune.abort();
     alive.abort();
     sweep.abort();
+    databases.close().await;
     sandboxes.close().await;
     ground.close(&sandboxes.slots()).await
 }
@@ -204,7 +211,11 @@ async fn keep_defaults_ready(templates: Arc<Templates>, bakes: Arc<Bakes>, pool:
             let mut sizes = default_sizes(&template);
             sizes.truncate(1);
             for size in sizes {
-                pool.want(&bakes.get(&template, &size, SET_UP_PATIENCE).await?);
+                let baked = bakes.get(&template, &size, SET_UP_PATIENCE).await?;
+                // A database is not made every moment.
+                if name.as_str() != database::TEMPLATE {
+                    pool.want(&baked);
+                }
             }
             Ok::<_, Error>(())
         };

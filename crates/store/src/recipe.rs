@@ -345,6 +345,7 @@ pub fn builtin() -> Vec<(TemplateName, Recipe)> {
     [
         ("base", include_str!("../../../templates/base.toml")),
         ("code-interpreter", include_str!("../../../templates/code-interpreter.toml")),
+        ("postgres", include_str!("../../../templates/postgres.toml")),
     ]
     .into_iter()
     .map(|(name, text)| {

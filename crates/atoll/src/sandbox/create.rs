@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use api::{CreateSandbox, Sandbox, SnapshotId, VolumeMount, VolumeName};
+use api::{CreateSandbox, DatabaseId, Sandbox, SnapshotId, VolumeMount, VolumeName};
 use clap::Args;
 use client::{Client, Error};
 
@@ -39,6 +39,9 @@ pub(crate) struct Create {
     /// A volume to attach, at /mnt/NAME unless PATH says where; `ro` for reading only; may be repeated
     #[arg(long = "volume", value_name = "NAME[:PATH][:ro]")]
     volumes: Vec<Attachment>,
+    /// A database whose URL all its commands find in DATABASE_URL; may be repeated
+    #[arg(long = "database", value_name = "ID")]
+    databases: Vec<DatabaseId>,
     /// Virtual CPUs [default: the template's]
     #[arg(long, value_name = "COUNT")]
     cpu: Option<u32>,
@@ -83,6 +86,8 @@ impl Create {
             metadata: pair::map(self.metadata),
             env: pair::environment(self.env)?,
             network: self.network.of_create(),
+            databases: (!self.databases.is_empty())
+                .then(|| self.databases.iter().map(ToString::to_string).collect()),
         };
         let sandbox =
             create_when_there_is_room(client, &request, Duration::from_secs(self.wait)).await?;

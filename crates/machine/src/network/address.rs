@@ -28,6 +28,9 @@ const ADDRESSES_PER_INSTANCE: u32 = 4096;
 pub(super) const INSTANCE_PREFIX: u8 = 20;
 pub(super) const LINK_PREFIX: u8 = 31;
 
+/// Of the instance's range, behind those of all slots.
+const DOOR: u32 = 2 * SLOTS as u32;
+
 /// A server's number on its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Instance(u16);
@@ -61,6 +64,28 @@ impl Instance {
     /// The first address of the range that all namespaces of this instance are in.
     pub(super) fn range(self) -> Ipv4Addr {
         Ipv4Addr::from_bits(POOL + u32::from(self.0) * ADDRESSES_PER_INSTANCE)
+    }
+
+    /// Where sandboxes reach what the server itself offers them.
+    pub(super) fn door(self) -> Ipv4Addr {
+        Ipv4Addr::from_bits(self.range().to_bits() + DOOR)
+    }
+
+    /// The interface that has the address of [`Instance::door`]. No slot's link is called so.
+    pub(super) fn door_link(self) -> String {
+        format!("atdoor{}", self.0)
+    }
+
+    /// Its other end.
+    pub(super) fn door_peer(self) -> String {
+        format!("atdoor{}p", self.0)
+    }
+
+    /// The slot whose namespace has this address.
+    pub(super) fn slot_of_address(self, address: Ipv4Addr) -> Option<Slot> {
+        let place = address.to_bits().checked_sub(self.range().to_bits())?;
+        let slot = self.slot(u16::try_from(place / 2).ok()?).ok()?;
+        (slot.namespace_end() == address).then_some(slot)
     }
 
     pub(super) fn table(self) -> String {
@@ -101,6 +126,10 @@ pub(super) struct Slot {
 }
 
 impl Slot {
+    pub(super) fn instance(self) -> Instance {
+        self.instance
+    }
+
     pub(super) fn index(self) -> u16 {
         self.index
     }
@@ -159,6 +188,11 @@ mod tests {
                 prop_assert_eq!(address.to_bits() >> 22, POOL >> 22);
             }
             prop_assert_eq!(slot.host_end().to_bits() % 2, 0);
+            prop_assert!(within(slot.instance, slot.instance.door()));
+            prop_assert_eq!(slot.instance.slot_of_address(slot.namespace_end()), Some(slot));
+            for address in [slot.host_end(), slot.instance.door()] {
+                prop_assert_eq!(slot.instance.slot_of_address(address), None);
+            }
         }
 
         #[test]
@@ -168,6 +202,8 @@ mod tests {
             let expected = (other == slot.instance).then_some(slot);
             prop_assert_eq!(other.slot_of_link(&slot.link()), expected);
             prop_assert_eq!(other.slot_of_namespace(&slot.namespace()), expected);
+            prop_assert_eq!(other.slot_of_link(&slot.instance.door_link()), None);
+            prop_assert!(slot.instance.door_peer().len() <= 15);
         }
     }
 

@@ -2,11 +2,14 @@
 
 use std::{fs, io, os::fd::OwnedFd, sync::Arc};
 
-use tokio::sync::Mutex;
+use tokio::{
+    net::{TcpSocket, TcpStream},
+    sync::Mutex,
+};
 
 use super::{
     Error,
-    address::Slot,
+    address::{GUEST, Slot},
     command::{self, Program},
     namespace,
     policy::{HostPolicy, Policy, Traffic},
@@ -44,11 +47,24 @@ impl Gate {
         let _one_at_a_time = inner.changes.lock().await;
         // Closed before the rules change, opened after.
         inner.names.close_unless(policy.egress);
-        let text = rules::policy_change(&inner.host, policy);
+        let text = rules::policy_change(inner.slot.instance(), &inner.host, policy);
         let nft = namespace::visit(&inner.netns, || command::start(Program::Nft)).await?;
         nft.finish(&text).await?;
         inner.names.set(policy.egress);
         Ok(())
+    }
+
+    /// Connects to a port of the guest, from its gateway. No deadline but the kernel's.
+    ///
+    /// # Errors
+    /// Nobody listens there, or the machine does not answer.
+    pub async fn connect(&self, port: u16) -> io::Result<TcpStream> {
+        let open = || {
+            TcpSocket::new_v4()
+                .map_err(|source| Error::kernel("open", "a socket for a guest", source))
+        };
+        let socket = namespace::visit(&self.0.netns, open).await.map_err(io::Error::other)?;
+        socket.connect((GUEST, port).into()).await
     }
 
     /// Counted by the interface, so no change of rules loses any.

@@ -35,6 +35,8 @@ pub async fn instances_on_host() -> Result<BTreeMap<u16, OnHost>, Error> {
             && instance.slot_of_link(&name).is_some()
         {
             found.entry(instance.number()).or_default().links.push(name);
+        } else if let Some(instance) = Instance::of_name(&name, "atdoor", '\0') {
+            found.entry(instance.number()).or_default().links.push(name);
         }
     }
     for line in command::run(Program::NftListTables, "").await?.lines() {

@@ -117,6 +117,11 @@ impl Networks {
         // The rules come first: from the moment the host forwards they must hold.
         let guard = Guard::start(instance, rules::host_table(instance, &config.policy)).await?;
         forward_on_host()?;
+        if config.policy.door.is_some() {
+            make_door(instance).await?;
+        } else {
+            remove_door(instance).await?;
+        }
         warn_of_dropped_forwards().await;
         Ok(Self { guard, ..Self::unguarded(instance, config) })
     }
@@ -138,6 +143,16 @@ impl Networks {
     /// The bounds within which sandboxes have policies of their own.
     pub fn host_policy(&self) -> &HostPolicy {
         &self.policy
+    }
+
+    /// The address at which sandboxes reach the ports of [`HostPolicy::door`].
+    pub fn door(&self) -> Ipv4Addr {
+        self.instance.door()
+    }
+
+    /// The slot of the sandbox that comes from this address, which nobody else on this host can have.
+    pub fn slot_of(&self, address: Ipv4Addr) -> Option<u16> {
+        self.instance.slot_of_address(address).map(Slot::index)
     }
 
     /// Makes the network of `slot`, in place of whatever was left there; it has the default policy. What a
@@ -172,7 +187,7 @@ impl Networks {
         // The namespace's rules and the pair of interfaces do not need each other; but no packet passes
         // before both are there, since the inside is brought up last.
         let policy = Policy::default();
-        let rules = rules::namespace_tables(&self.policy, &policy);
+        let rules = rules::namespace_tables(self.instance, &self.policy, &policy);
         let outside = outside(slot);
         tokio::try_join!(nft.finish(&rules), command::run(Program::Ip, &outside))?;
         fault::point!("create.network_linked", |source| Error::kernel(
@@ -198,7 +213,7 @@ impl Networks {
             command::start(Program::Nft)
         })
         .await?;
-        nft.finish(&rules::namespace_tables(&self.policy, policy)).await?;
+        nft.finish(&rules::namespace_tables(self.instance, &self.policy, policy)).await?;
         settings_outside(slot)?;
         self.namespace(slot, netns, None, policy).await
     }
@@ -234,6 +249,9 @@ impl Networks {
         slots.dedup();
         slots.retain(|slot| !keep.contains(&slot.index()));
         erase(&slots).await?;
+        if self.policy.door.is_none() {
+            remove_door(self.instance).await?;
+        }
         if !slots.is_empty() {
             info!(count = slots.len(), "removed networks that were left over");
         }
@@ -243,6 +261,7 @@ impl Networks {
     /// Removes the host's rules. Machines that still run would be without them: sweep first.
     pub async fn close(&self) -> Result<(), Error> {
         self.guard.stop().await;
+        remove_door(self.instance).await?;
         command::run(Program::Nft, &rules::host_table_removal(self.instance)).await?;
         Ok(())
     }
@@ -293,6 +312,40 @@ impl Namespace {
         // It cannot panic, and a runtime that shuts down closes everything anyway.
         let _ = closed.await;
         erased
+    }
+}
+
+fn has_door(instance: Instance) -> bool {
+    nix::net::if_::if_nametoindex(instance.door_link().as_str()).is_ok()
+}
+
+/// An interface of its own, so that its address is there whatever else the host has. A pair, because every host that runs
+/// machines has those; nothing goes over it. Also twice.
+async fn make_door(instance: Instance) -> Result<(), Error> {
+    let (link, peer) = (instance.door_link(), instance.door_peer());
+    let address = instance.door();
+    let add = if has_door(instance) {
+        String::new()
+    } else {
+        format!("link add {link} type veth peer name {peer}\n")
+    };
+    let text = format!(
+        "{add}link set {peer} addrgenmode none up\n\
+         link set {link} addrgenmode none up\n\
+         address replace {address}/32 dev {link}\n"
+    );
+    command::run(Program::Ip, &text).await.map(drop)
+}
+
+/// Fine when there is none.
+async fn remove_door(instance: Instance) -> Result<(), Error> {
+    if !has_door(instance) {
+        return Ok(());
+    }
+    let text = format!("link delete {}\n", instance.door_link());
+    match command::run(Program::Ip, &text).await {
+        Err(Error::Refused { .. }) if !has_door(instance) => Ok(()),
+        other => other.map(drop),
     }
 }
 

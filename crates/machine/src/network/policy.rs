@@ -1,5 +1,7 @@
 //! What a sandbox may reach: the host's owner sets the bounds, the sandbox's own policy goes within them.
 
+use std::ops::RangeInclusive;
+
 use super::destination::Destination;
 
 /// Closed to sandboxes unless the host's owner opens a part. The documentation ranges (192.0.2.0/24,
@@ -31,6 +33,9 @@ pub struct HostPolicy {
     pub allow: Vec<Destination>,
     /// Reached by those sandboxes alone whose own policy names it.
     pub permit: Vec<Destination>,
+    /// Ports at the instance's own address, which sandboxes with the internet reach; who listens there has to look who
+    /// comes. `None`: there is no such address.
+    pub door: Option<RangeInclusive<u16>>,
 }
 
 impl HostPolicy {
@@ -86,6 +91,7 @@ mod tests {
             deny: Vec::new(),
             allow: vec!["10.1.0.0/16".parse().unwrap()],
             permit: vec!["192.168.7.1:5432".parse().unwrap()],
+            door: None,
         };
         for named in ["10.1.2.0/24:80", "192.168.7.1:5432", "1.1.1.1", "0.0.0.0/0:443", "8.0.0.0/5"]
         {

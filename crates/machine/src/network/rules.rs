@@ -5,7 +5,7 @@
 //! only DNS and ping. The host's table, one for all sandboxes of an instance, refuses whatever is not the
 //! internet's; closed ranges are named in both places, so that neither has to trust the other.
 
-use std::fmt::Write;
+use std::{fmt::Write, ops::RangeInclusive};
 
 use super::{
     address::{GATEWAY, GUEST, GUEST_MAC, INSTANCE_PREFIX, Instance, TAP, UPLINK},
@@ -35,6 +35,9 @@ pub(super) fn host_table(instance: Instance, host: &HostPolicy) -> String {
     let table = instance.table();
     let link = instance.link_prefix();
     let range = format!("{}/{INSTANCE_PREFIX}", instance.range());
+    let door = host.door.as_ref().map_or_else(String::new, |ports| {
+        format!("    {} accept\n", door(Packets::Sent, instance, ports))
+    });
     let closed = CLOSED.join(", ");
     let mut opened = String::new();
     for destination in &host.deny {
@@ -54,7 +57,7 @@ pub(super) fn host_table(instance: Instance, host: &HostPolicy) -> String {
     ip saddr != {range} drop
     ct state established,related accept
     ct state invalid drop
-    jump opened
+{door}    jump opened
     {RESET}
     drop
   }}
@@ -97,12 +100,12 @@ fn removal(table: &str) -> String {
 }
 
 /// Everything in a namespace, instead of what was there, in one transaction.
-pub(super) fn namespace_tables(host: &HostPolicy, policy: &Policy) -> String {
+pub(super) fn namespace_tables(instance: Instance, host: &HostPolicy, policy: &Policy) -> String {
     let (queries, query_burst) = QUERIES;
     let (connections, connection_burst) = QUERY_CONNECTIONS;
     let (pings, ping_burst) = PINGS;
     let (tap_removal, removal) = (removal("netdev atoll"), removal("inet atoll"));
-    let judges = judges(host, policy);
+    let judges = judges(instance, host, policy);
     format!(
         r#"{tap_removal}{removal}table netdev atoll {{
   chain ingress {{
@@ -121,6 +124,7 @@ pub(super) fn namespace_tables(host: &HostPolicy, policy: &Policy) -> String {
     ip daddr != {GATEWAY} drop
     udp dport 53 limit rate {queries}/second burst {query_burst} packets accept
     ct state invalid drop
+    meta l4proto tcp ct state established ct direction reply accept
     tcp dport 53 ct state established accept
     tcp dport 53 limit rate {connections}/second burst {connection_burst} packets accept
     icmp type echo-request limit rate {pings}/second burst {ping_burst} packets accept
@@ -145,12 +149,21 @@ pub(super) fn namespace_tables(host: &HostPolicy, policy: &Policy) -> String {
 
 /// Another policy for a namespace that has its tables, in one transaction. Every packet is judged, those of
 /// connections that were open before, too.
-pub(super) fn policy_change(host: &HostPolicy, policy: &Policy) -> String {
+pub(super) fn policy_change(instance: Instance, host: &HostPolicy, policy: &Policy) -> String {
     let mut text = String::new();
     for chain in JUDGES {
         let _ = writeln!(text, "flush chain inet atoll {chain}");
     }
-    text + &judges(host, policy)
+    text + &judges(instance, host, policy)
+}
+
+/// What leads to the instance's own address, or comes from there.
+fn door(packets: Packets, instance: Instance, ports: &RangeInclusive<u16>) -> String {
+    let (address, first, last) = (instance.door(), ports.start(), ports.end());
+    match packets {
+        Packets::Sent => format!("ip daddr {address} tcp dport {first}-{last}"),
+        Packets::Received => format!("ip saddr {address} tcp sport {first}-{last}"),
+    }
 }
 
 const JUDGES: [&str; 7] =
@@ -212,7 +225,7 @@ fn pass(text: &mut String, packets: Packets, destination: &Destination, verdict:
 }
 
 /// The chains that a policy changes.
-fn judges(host: &HostPolicy, policy: &Policy) -> String {
+fn judges(instance: Instance, host: &HostPolicy, policy: &Policy) -> String {
     let limit = rate_limit(policy);
     let mut text = format!(
         r#"table inet atoll {{
@@ -229,8 +242,8 @@ fn judges(host: &HostPolicy, policy: &Policy) -> String {
   }}
 "#
     );
-    judge(&mut text, host, policy, Packets::Sent, "outgoing");
-    judge(&mut text, host, policy, Packets::Received, "incoming");
+    judge(&mut text, instance, host, policy, Packets::Sent, "outgoing");
+    judge(&mut text, instance, host, policy, Packets::Received, "incoming");
     text + "}\n"
 }
 
@@ -242,7 +255,14 @@ fn rate_limit(policy: &Policy) -> String {
     })
 }
 
-fn judge(text: &mut String, host: &HostPolicy, policy: &Policy, packets: Packets, chain: &str) {
+fn judge(
+    text: &mut String,
+    instance: Instance,
+    host: &HostPolicy,
+    policy: &Policy,
+    packets: Packets,
+    chain: &str,
+) {
     let (passed, refused) = packets.ends();
     let _ = writeln!(text, "  chain {chain}_opened {{");
     for destination in &policy.allow {
@@ -259,6 +279,9 @@ fn judge(text: &mut String, host: &HostPolicy, policy: &Policy, packets: Packets
     );
     for destination in host.deny.iter().chain(&policy.deny) {
         refuse(text, packets, destination);
+    }
+    if let Some(ports) = host.door.as_ref().filter(|_| policy.egress == Egress::Internet) {
+        let _ = writeln!(text, "    {} {passed}", door(packets, instance, ports));
     }
     for destination in host.opened() {
         pass(text, packets, destination, &format!("goto {chain}_opened"));
@@ -315,6 +338,7 @@ mod tests {
             deny: destinations(&["10.9.9.0/24"]),
             allow: destinations(&["10.9.0.0/16:443"]),
             permit: destinations(&["10.8.0.0/16"]),
+            door: None,
         };
         let text = host_table(Instance::new(3).unwrap(), &host);
         let place = |rule: &str| text.find(rule).unwrap_or_else(|| panic!("{rule} in {text}"));
@@ -329,7 +353,7 @@ mod tests {
     fn what_is_permitted_is_reached_only_by_name() {
         let host = HostPolicy { permit: destinations(&["10.8.0.0/16"]), ..HostPolicy::default() };
         let chain = |policy: &Policy| {
-            let text = policy_change(&host, policy);
+            let text = policy_change(Instance::new(3).unwrap(), &host, policy);
             let start = text.find("chain outgoing_opened {").unwrap();
             text[start..start + text[start..].find('}').unwrap()].to_owned()
         };

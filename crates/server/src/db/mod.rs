@@ -1,6 +1,7 @@
 //! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
 
 mod accounts;
+mod databases;
 mod events;
 mod execs;
 mod keyed;
@@ -30,6 +31,7 @@ use sqlx::{
 
 pub(crate) use self::{
     accounts::AccountRow,
+    databases::DatabaseRow,
     events::EventRow,
     execs::{ExecPlace, ExecRow, ExecSum, ShortOutput},
     keyed::KeyedRow,
@@ -51,6 +53,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (5, "machines", include_str!("migrations/0005_machines.sql")),
     (6, "accounts", include_str!("migrations/0006_accounts.sql")),
     (7, "snapshot network", include_str!("migrations/0007_snapshot_network.sql")),
+    (8, "databases", include_str!("migrations/0008_databases.sql")),
     (11, "ports", include_str!("migrations/0011_ports.sql")),
 ];
 
@@ -233,6 +236,8 @@ mod tests {
                 durable: true,
                 keeps_root: false,
                 cold_boot: false,
+                managed: true,
+                databases: vec![api::DatabaseId::random()],
             };
             let same = async |row: &SandboxRow| {
                 let read = db.all_sandboxes().await.unwrap();
@@ -250,9 +255,10 @@ mod tests {
                     let states = (row.state, row.target, row.error.clone());
                     let network = (row.network.clone(), row.past_traffic);
                     let disk = (row.durable, row.keeps_root, row.cold_boot);
+                    let databases = (row.managed, row.databases.clone());
                     let names =
                         (row.id, row.template.clone(), row.bake.clone(), row.name.clone(), disk);
-                    (names, numbers, times, maps, states, network)
+                    (names, numbers, times, maps, states, network, databases)
                 };
                 assert_eq!(tell(&read[0]), tell(row));
             };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use api::{AccountId, NetworkPolicy, SandboxId, SnapshotId, TemplateName, VolumeId};
+use api::{AccountId, DatabaseId, NetworkPolicy, SandboxId, SnapshotId, TemplateName, VolumeId};
 use machine::network::Traffic;
 use serde::Serialize;
 use sqlx::{Row as _, any::AnyRow};
@@ -53,11 +53,15 @@ pub(crate) struct SandboxRow {
     pub(crate) keeps_root: bool,
     /// Its guest was booted, and not restored.
     pub(crate) cold_boot: bool,
+    /// It is a database's: neither listed nor deleted by itself.
+    pub(crate) managed: bool,
+    /// Whose URLs its commands are given.
+    pub(crate) databases: Vec<DatabaseId>,
 }
 
 const COLUMNS: &str = "id, account, template, bake, cpu, memory_mb, disk_mb, state, target, metadata, environment, \
      created_at, ttl_seconds, expires_at, slot, boot_ms, error, network, sent_bytes, received_bytes, from_snapshot, \
-     ttl_left_ms, idle_seconds, name, durable, keeps_root, cold_boot";
+     ttl_left_ms, idle_seconds, name, durable, keeps_root, cold_boot, managed, databases";
 
 impl SandboxRow {
     /// What it takes of its account's.
@@ -90,7 +94,7 @@ impl Db {
             self.meter_volume(&mut transaction, &root.id).await?;
         }
         sqlx::query(&format!(
-            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27)"
+            "INSERT INTO sandboxes ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22, $23, $24, $25, $26, $27, $28, $29)"
         ))
         .bind(row.id.to_string())
         .bind(row.account.as_str())
@@ -119,6 +123,8 @@ impl Db {
         .bind(i64::from(row.durable))
         .bind(i64::from(row.keeps_root))
         .bind(i64::from(row.cold_boot))
+        .bind(i64::from(row.managed))
+        .bind(json(&row.databases))
         .execute(&mut *transaction)
         .await?;
         self.meter_sandbox(&mut transaction, &row.id).await?;
@@ -234,6 +240,8 @@ fn from_row(row: &AnyRow) -> Result<SandboxRow, Error> {
         durable: number("durable")? != 0,
         keeps_root: number("keeps_root")? != 0,
         cold_boot: number("cold_boot")? != 0,
+        managed: number("managed")? != 0,
+        databases: serde_json::from_str(&text("databases")?).map_err(|_| unread("databases"))?,
     })
 }
 

@@ -6,6 +6,7 @@ mod body;
 mod changes;
 mod compression;
 mod connections;
+mod databases;
 mod edge;
 mod etag;
 mod events;
@@ -116,6 +117,17 @@ fn routes() -> Vec<(Access, UtoipaMethodRouter<Arc<App>>)> {
         (Full,    routes!(volumes::delete)),
         (Full,    routes!(volumes::attach)),
         (Full,    routes!(volumes::detach)),
+
+        (Full,    routes!(databases::create)),
+        (Read,    routes!(databases::list)),
+        (Read,    routes!(databases::get)),
+        (Full,    routes!(databases::connection)),
+        (Full,    routes!(databases::update)),
+        (Full,    routes!(databases::delete)),
+        (Full,    routes!(databases::wake)),
+        (Full,    routes!(databases::clone)),
+        (Full,    routes!(databases::reset_credentials)),
+        (Full,    routes!(databases::failover)),
 
         (Full,    routes!(machines::create)),
         (Read,    routes!(machines::list)),

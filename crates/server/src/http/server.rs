@@ -225,15 +225,17 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> impl IntoResponse {
         refused_creates: app.sandboxes.refused_creates(),
         capacity: app.sandboxes.capacity_figures().into_iter().chain(own_figures(&app)).collect(),
         traffic: app.sandboxes.traffic(),
+        databases: app.databases.count_by_status(),
     });
     ([(CONTENT_TYPE, HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8"))], text)
 }
 
 /// What the server itself has in use, and may have.
-fn own_figures(app: &App) -> [Figure; 4] {
+fn own_figures(app: &App) -> [Figure; 5] {
     let figure = |name, help, value| Figure { name, help, value };
     let connections = &app.connections;
     [
+        figure("database_connections", "Connections to databases.", app.databases.connections()),
         figure("connections", "Connections of clients.", connections.count() as u64),
         figure("connections_limit", "Connections that there may be.", connections.most() as u64),
         figure(

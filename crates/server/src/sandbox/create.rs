@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use api::{
-    CreateSandbox, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName, UpdateNetwork,
-    VolumeId, VolumeKind,
+    CreateSandbox, DatabaseId, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName,
+    UpdateNetwork, VolumeId, VolumeKind,
 };
 use machine::{Shape, network::Traffic};
 use store::template::Template;
@@ -134,6 +134,11 @@ pub(super) enum Made {
         name: String,
         root: Option<VolumeRow>,
     },
+    /// `root`: as for a machine.
+    Database {
+        id: DatabaseId,
+        root: Option<VolumeRow>,
+    },
 }
 
 /// Sizes of a machine, within bounds.
@@ -188,6 +193,8 @@ pub(super) struct Draft {
     /// Not claimed yet.
     pub(super) attachments: Vec<AttachmentRow>,
     pub(super) name: Option<String>,
+    pub(super) managed: bool,
+    pub(super) databases: Vec<DatabaseId>,
     pub(super) root: RootWish,
     /// When it was asked for.
     pub(super) began: Instant,
@@ -212,8 +219,11 @@ impl Sandboxes {
         made: Made,
     ) -> Result<Sandbox, Error> {
         let (began, account) = (Instant::now(), &caller.account);
-        let id = caller.new_id(0);
-        if caller.asks_again()
+        let id = match &made {
+            Made::Sandbox | Made::Machine { .. } => caller.new_id(0),
+            Made::Database { id, .. } => id.sandbox(),
+        };
+        if (caller.asks_again() || matches!(made, Made::Database { .. }))
             && let Some(made) = self.made_before(account, &id).await?
         {
             return Ok(made);
@@ -229,14 +239,21 @@ impl Sandboxes {
         check_metadata(&metadata)?;
         let environment = request.env.clone().unwrap_or_default();
         check_environment(&environment)?;
+        let databases = self.database_urls.check(account, request.databases.as_deref())?;
         // Before anything is waited for.
         let volumes = request.volumes.as_deref().unwrap_or_default();
         let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
+        let managed = matches!(made, Made::Database { .. });
         let (name, root) = match made {
-            Made::Sandbox => (None, RootWish::Own),
-            Made::Machine { name, root: None } => (Some(name), RootWish::Volume),
-            Made::Machine { name, root: Some(root) } => (Some(name), RootWish::Kept(root)),
+            Made::Sandbox => (None, None),
+            Made::Machine { name, root } => (Some(name), Some(root)),
+            Made::Database { id: _, root } => (None, Some(root)),
+        };
+        let root = match root {
+            None => RootWish::Own,
+            Some(None) => RootWish::Volume,
+            Some(Some(root)) => RootWish::Kept(root),
         };
         let origin = match (&root, request.from_snapshot.as_deref()) {
             (RootWish::Kept(volume), _) => {
@@ -272,6 +289,8 @@ impl Sandboxes {
             from_snapshot: origin.from_snapshot,
             attachments,
             name,
+            managed,
+            databases,
             root,
             began,
         };
@@ -398,6 +417,8 @@ impl Sandboxes {
             // Until it runs: what was there before outlives a create that fails.
             keeps_root: matches!(root, RootWish::Kept(_)),
             cold_boot: false,
+            managed: draft.managed,
+            databases: draft.databases,
         };
         let fresh_root = match root {
             RootWish::Own => None,

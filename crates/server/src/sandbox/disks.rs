@@ -70,6 +70,7 @@ impl Sandboxes {
     }
 
     async fn attach(&self, entry: &Entry, row: VolumeRow) -> Result<(), Error> {
+        super::managed::refuse(entry)?;
         let _turn = self.turn_at_disks(entry).await?;
         if entry.has_volume(&row.id) {
             return Ok(());
@@ -129,6 +130,7 @@ impl Sandboxes {
     }
 
     async fn detach(&self, entry: &Entry, volume: &VolumeId) -> Result<(), Error> {
+        super::managed::refuse(entry)?;
         let _turn = self.turn_at_disks(entry).await?;
         if !entry.has_volume(volume) {
             return Ok(());

@@ -177,6 +177,8 @@ impl Sandboxes {
             from_snapshot: Some(snapshot.id),
             attachments: Vec::new(),
             name: None,
+            managed: false,
+            databases: parent_row.databases.clone(),
             root: RootWish::Own,
             began,
         });

@@ -92,7 +92,7 @@ impl Sandboxes {
             .registry
             .all()
             .into_iter()
-            .filter(|entry| entry.look(|row| row.account == *account))
+            .filter(|entry| entry.look(|row| row.account == *account && !row.managed))
             .map(|entry| (entry.look(|row| (row.created_at, row.id)), self.shown_machine(&entry)))
             .collect();
         all.sort_unstable_by(|(left, _), (right, _)| right.cmp(left));
@@ -129,6 +129,7 @@ impl Sandboxes {
         keep_root: bool,
     ) -> Result<(), Error> {
         let entry = self.registry.find(account, id)?;
+        super::managed::refuse(&entry)?;
         entry.change(|row| {
             // What goes already goes as it was told.
             if row.target != Target::Deleted {

@@ -22,6 +22,7 @@ mod idle;
 mod kernels;
 mod logs;
 mod machines;
+mod managed;
 mod network;
 mod pausing;
 mod pool;
@@ -61,7 +62,6 @@ pub(crate) use self::execs::{Exec, Execs, Origin, Page, Started};
 pub(crate) use self::execs::{Since, Takers, watch_again};
 use self::{
     admission::Admission, create::ttl_of, events::Events, host_memory::HostMemory, state::Wish,
-    usage::InUse,
 };
 pub(crate) use self::{
     bake::{Bakes, Size},
@@ -81,6 +81,10 @@ pub use self::{
     terminals::{NewTerminal, Screen, Terminal},
     trees::{FileWatch, PackedTree},
 };
+pub(crate) use self::{
+    managed::{DatabaseUrls, Visitor},
+    usage::InUse,
+};
 use crate::{
     Error,
     clock::Clock,
@@ -90,7 +94,7 @@ use crate::{
 };
 
 /// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
-const DELETE_DEADLINE: Duration = Duration::from_secs(60);
+pub(crate) const DELETE_DEADLINE: Duration = Duration::from_secs(60);
 /// Of a server that is asked to stop. What is then still under way is found half-made by the next start, as after a crash.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 /// Before a change that the database refused is tried again.
@@ -114,6 +118,8 @@ pub struct Sandboxes {
     admission: Arc<Admission>,
     past_traffic: network::PastTraffic,
     snapshot_sizes: snapshot_sizes::SnapshotSizes,
+    /// What commands are given as `DATABASE_URL`.
+    pub(crate) database_urls: DatabaseUrls,
     tasks: TaskTracker,
     closed: CancellationToken,
 }
@@ -185,6 +191,7 @@ impl Sandboxes {
             admission: Admission::new(limits),
             past_traffic: network::PastTraffic::default(),
             snapshot_sizes: snapshot_sizes::SnapshotSizes::default(),
+            database_urls: DatabaseUrls::default(),
             tasks,
             closed,
         }))
@@ -221,7 +228,7 @@ impl Sandboxes {
             .registry
             .all()
             .into_iter()
-            .filter(|entry| entry.look(|row| row.account == *account))
+            .filter(|entry| entry.look(|row| row.account == *account && !row.managed))
             .map(|entry| {
                 (entry.look(|row| (row.created_at, row.id)), entry.shown(&accelerator, &self.clock))
             })
@@ -249,8 +256,13 @@ impl Sandboxes {
     /// 404 when it is not theirs or gone.
     pub async fn delete(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> {
         let entry = self.registry.find(account, id)?;
+        managed::refuse(&entry)?;
+        self.delete_entry(&entry).await
+    }
+
+    async fn delete_entry(&self, entry: &registry::Entry) -> Result<(), Error> {
         entry.accept(Wish::Delete, self.clock.steady_ms())?;
-        self.set_deleted(&entry).await?;
+        self.set_deleted(entry).await?;
         let mut removed = entry.removed.subscribe();
         match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
             Ok(Ok(_)) => {
@@ -308,6 +320,7 @@ impl Sandboxes {
         update: UpdateLifecycle,
     ) -> Result<Lifecycle, Error> {
         let entry = self.registry.find(account, id)?;
+        managed::refuse(&entry)?;
         let now = self.clock.steady_ms();
         entry.accept(Wish::Change, now)?;
         let idle = update.idle_seconds.map(idle_of).transpose()?;
@@ -349,7 +362,7 @@ impl Sandboxes {
     pub async fn running(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
         let entry = self.registry.find(account, id)?;
         let in_use = self.awake(&entry).await?;
-        inside_of(&entry, in_use)
+        self.inside_of(&entry, in_use)
     }
 
     /// A hibernated one is left alone: for whoever may only look.
@@ -360,7 +373,7 @@ impl Sandboxes {
         let entry = self.registry.find(account, id)?;
         let in_use = entry.usage.begin();
         entry.accept(Wish::Inside, self.clock.steady_ms())?;
-        inside_of(&entry, in_use)
+        self.inside_of(&entry, in_use)
     }
 
     /// What its commands printed, in any state.
@@ -434,17 +447,22 @@ impl Sandboxes {
     }
 }
 
-fn inside_of(entry: &registry::Entry, in_use: InUse) -> Result<Running, Error> {
-    if entry.is_out_of_room() {
-        return Err(Error::new(ErrorCode::CapacityExceeded, registry::OUT_OF_ROOM));
+impl Sandboxes {
+    fn inside_of(&self, entry: &registry::Entry, in_use: InUse) -> Result<Running, Error> {
+        if entry.is_out_of_room() {
+            return Err(Error::new(ErrorCode::CapacityExceeded, registry::OUT_OF_ROOM));
+        }
+        let (mut environment, databases) =
+            entry.look(|row| (row.environment.clone(), row.databases.clone()));
+        self.database_urls.add_to(&mut environment, &databases);
+        Ok(Running {
+            guest: entry.guest().ok_or_else(registry::not_found)?,
+            environment: Arc::new(environment),
+            logs: Arc::clone(&entry.logs),
+            execs: Some(Arc::clone(&entry.execs)),
+            in_use: Some(Arc::new(in_use)),
+        })
     }
-    Ok(Running {
-        guest: entry.guest().ok_or_else(registry::not_found)?,
-        environment: Arc::new(entry.look(|row| row.environment.clone())),
-        logs: Arc::clone(&entry.logs),
-        execs: Some(Arc::clone(&entry.execs)),
-        in_use: Some(Arc::new(in_use)),
-    })
 }
 
 /// `None`: it stays running however long nobody uses it.

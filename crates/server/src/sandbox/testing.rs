@@ -94,6 +94,8 @@ impl Sandboxes {
             durable: false,
             keeps_root: false,
             cold_boot: false,
+            managed: false,
+            databases: Vec::new(),
         });
         *locked(&entry.stand_in) = Some(guest);
         self.registry.insert(&Arc::new(entry));

@@ -17,9 +17,11 @@ fn none(_: &TemplateName) -> Option<Recipe> {
 
 #[test]
 fn the_recipes_that_come_with_atoll_resolve() {
-    for (_, recipe) in builtin() {
+    for (name, recipe) in builtin() {
         let resolved = recipe.resolve(&find_builtin).unwrap();
-        assert_eq!((resolved.cpu(), resolved.memory_mb(), resolved.disk_mb()), (2, 2048, 10_240));
+        let expected =
+            if name.as_str() == "postgres" { (1, 1024, 10_240) } else { (2, 2048, 10_240) };
+        assert_eq!((resolved.cpu(), resolved.memory_mb(), resolved.disk_mb()), expected);
     }
     let ubuntu = find_builtin(&"ubuntu-24.04".parse().unwrap());
     assert_eq!(ubuntu, find_builtin(&"base".parse().unwrap()));

@@ -25,6 +25,7 @@ async fn the_hosts_owner_comes_first_then_deny_then_allow_then_egress() {
         deny: destinations(&[&denied.to_string()]),
         allow: destinations(&[&allowed.to_string()]),
         permit: destinations(&[&format!("{permitted}:{port}")]),
+        door: None,
     };
     let networks = instance.networks_within(host, vec![]).await;
     let namespace = networks.prepare(0).await.unwrap();

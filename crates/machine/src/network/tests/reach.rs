@@ -134,3 +134,32 @@ async fn a_guest_reaches_what_is_behind_the_host_but_no_private_range_there() {
     networks.close().await.unwrap();
     internet.remove().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn at_the_door_a_guest_with_the_internet_reaches_the_ports_that_were_named() {
+    let Some(instance) = instance().await else { return };
+    // Any two that are free: the address is this instance's alone.
+    let first = instance.networks_within(with_door(1, 65_535), vec![]).await;
+    let (open, _one) = listen((first.door(), 0)).await;
+    let (shut, _two) = listen((first.door(), 0)).await;
+    drop(first);
+    let networks = instance.networks_within(with_door(open.port(), open.port()), vec![]).await;
+    let one = networks.prepare(1).await.unwrap();
+    let guest = Guest::start(&one).await;
+    assert!(guest.reaches(open).await);
+    assert!(!guest.reaches(shut).await);
+    assert_eq!(networks.slot_of(one.host_address()), Some(1));
+    assert_eq!(networks.slot_of(networks.door()), None);
+    let none = Policy { egress: Egress::None, ..Policy::default() };
+    one.gate().set_policy(&none).await.unwrap();
+    assert!(!guest.reaches(open).await);
+    drop(guest);
+    one.remove().await.unwrap();
+    networks.close().await.unwrap();
+    let (_, links) = shell("ip -brief link").await;
+    assert!(!links.contains(&format!("atdoor{}@", instance.number)), "{links}");
+}
+
+fn with_door(first: u16, last: u16) -> HostPolicy {
+    HostPolicy { door: Some(first..=last), ..HostPolicy::default() }
+}

@@ -30,6 +30,7 @@ use crate::{
     buffers::Buffers,
     clock::Clock,
     config::Capacity,
+    database::Databases,
     db::{Db, testing},
     http::{Connections, Idempotency, Rate},
     keys::Keys,
@@ -122,8 +123,12 @@ impl Server {
             environment,
         );
         let previews = Previews::open(db.clone(), clock.clone()).await.unwrap();
+        let databases = Databases::open(db.clone(), clock.clone(), Arc::clone(&sandboxes), &config)
+            .await
+            .unwrap();
         let app = Arc::new(App {
             previews,
+            databases,
             buffers: Buffers::new(config.capacity.buffer_bytes),
             rate: Rate::new(config.capacity.rate_limit),
             idempotency: Idempotency::default(),

@@ -1,0 +1,125 @@
+//! What the server itself does in a database, as a superuser: over TCP, from the gateway of its machine's network.
+
+use std::time::Duration;
+
+use tokio::{net::TcpStream, task::JoinHandle};
+use tokio_postgres::{Client, Config, NoTls, error::SqlState};
+
+use super::credentials::{ADMIN, Credentials, verifier};
+use crate::Error;
+
+/// One statement, or a login. A guest that has just been restored translates its code anew.
+const ANSWER: Duration = Duration::from_secs(30);
+
+/// A session that ends when it is dropped.
+pub(super) struct Admin {
+    client: Client,
+    connection: JoinHandle<()>,
+}
+
+impl Drop for Admin {
+    fn drop(&mut self) {
+        self.connection.abort();
+    }
+}
+
+#[derive(Debug)]
+pub(super) enum Refused {
+    WrongPassword,
+    /// It starts or recovers.
+    NotYet,
+    Other(Error),
+}
+
+impl Admin {
+    pub(super) async fn login(
+        stream: TcpStream,
+        database: &str,
+        password: &str,
+    ) -> Result<Self, Refused> {
+        let mut config = Config::new();
+        config.user(ADMIN).password(password).dbname(database).application_name("atoll");
+        let connecting = config.connect_raw(stream, NoTls);
+        match tokio::time::timeout(ANSWER, connecting).await {
+            Ok(Ok((client, connection))) => {
+                let connection = tokio::spawn(async move {
+                    if let Err(error) = connection.await {
+                        tracing::debug!(%error, "a session of the server's own ended");
+                    }
+                });
+                Ok(Self { client, connection })
+            }
+            Ok(Err(error)) => Err(match error.code() {
+                Some(code) if *code == SqlState::INVALID_PASSWORD => Refused::WrongPassword,
+                Some(code) if *code == SqlState::CANNOT_CONNECT_NOW => Refused::NotYet,
+                Some(_) => Refused::Other(Error::internal(error)),
+                // The connection broke off: it may just be starting anew.
+                None => Refused::NotYet,
+            }),
+            Err(_) => Err(Refused::NotYet),
+        }
+    }
+
+    /// One transaction, or what goes by itself.
+    pub(super) async fn run(&self, statements: &str) -> Result<(), Error> {
+        let run = tokio::time::timeout(ANSWER, self.client.batch_execute(statements));
+        run.await
+            .map_err(|_| Error::internal("PostgreSQL did not answer in time"))?
+            .map_err(Error::internal)
+    }
+
+    /// From the names and passwords of `origin` to its own, at once. Sessions that a clone has from its source end.
+    pub(super) async fn make_own(
+        &self,
+        origin: &Credentials,
+        own: &Credentials,
+    ) -> Result<(), Error> {
+        self.run(&own_credentials(origin, own)).await
+    }
+
+    /// Other passwords for the same names; whoever came with the old one is ended.
+    pub(super) async fn renew(&self, own: &Credentials) -> Result<(), Error> {
+        self.run(&format!("BEGIN; {} COMMIT; {END_OTHERS}", passwords(own))).await
+    }
+}
+
+const END_OTHERS: &str = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity \
+     WHERE pid <> pg_backend_pid() AND backend_type = 'client backend';";
+
+fn passwords(own: &Credentials) -> String {
+    format!(
+        "ALTER ROLE {} LOGIN PASSWORD '{}'; ALTER ROLE {ADMIN} PASSWORD '{}';",
+        own.role,
+        verifier(&own.password),
+        verifier(&own.admin_password)
+    )
+}
+
+/// A database in use cannot be renamed, hence the end of its sessions first.
+fn own_credentials(origin: &Credentials, own: &Credentials) -> String {
+    let rename = |what: &str, from: &str, to: &str| {
+        // The same, where only passwords were being changed.
+        if from == to { String::new() } else { format!("ALTER {what} {from} RENAME TO {to};") }
+    };
+    format!(
+        "{END_OTHERS} BEGIN; {} {} {} COMMIT;",
+        rename("ROLE", &origin.role, &own.role),
+        passwords(own),
+        rename("DATABASE", &origin.database, &own.database),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_has_another_name_is_renamed() {
+        let (origin, own) = (Credentials::of_template(), Credentials::random());
+        let text = own_credentials(&origin, &own);
+        assert!(text.contains(&format!("ALTER ROLE blank RENAME TO {}", own.role)));
+        assert!(text.contains(&format!("ALTER DATABASE blank RENAME TO {}", own.database)));
+        assert!(!text.contains(&own.password) && !text.contains(&own.admin_password));
+        assert!(!own_credentials(&own, &own.renewed()).contains("RENAME"));
+    }
+}

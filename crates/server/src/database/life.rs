@@ -1,0 +1,375 @@
+//! A database's keeper: makes it, starts it again when its machine has died, and removes it. Every step may be repeated,
+//! so a server that dies at any of them leaves nothing that the next one does not finish.
+
+use std::{io, sync::Arc, time::Duration};
+
+use api::{CreateNetwork, CreateSandbox, DatabaseId, ErrorCode, ExecRequest};
+use tokio::{
+    net::TcpListener,
+    time::{Instant, sleep},
+};
+
+use super::{
+    DatabaseState, Databases, Entry,
+    admin::{Admin, Refused},
+};
+use crate::{
+    Error,
+    db::DatabaseRow,
+    keys::Caller,
+    sandbox::{ExecEvent, State, Target},
+};
+
+pub(crate) const TEMPLATE: &str = "postgres";
+/// Sparse; it takes of the host what is written.
+const DISK_MB: u64 = 10_240;
+/// The bake of a size that was never used, beside others under emulation, several times over.
+const PROVISION_DEADLINE: Duration = Duration::from_secs(1200);
+const PROVISION_PAUSE: Duration = Duration::from_millis(500);
+/// From a running machine to PostgreSQL that takes connections, a recovery included.
+const UP_DEADLINE: Duration = Duration::from_secs(300);
+const UP_PAUSE: Duration = Duration::from_millis(100);
+const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Between tries to start one again whose machine does not.
+const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
+
+impl Databases {
+    /// Runs until the database is removed, or the server closes.
+    pub(super) async fn keep(
+        self: Arc<Self>,
+        entry: Arc<Entry>,
+        caller: Caller,
+        listeners: Vec<TcpListener>,
+    ) {
+        let kept = async {
+            if entry.look(|row| row.state) == DatabaseState::Provisioning {
+                self.provision(&entry, &caller).await;
+            }
+            tokio::select! {
+                () = self.live(&entry, listeners) => {}
+                () = entry.deleted() => {}
+            }
+            // Not among the above: it must not be cut short.
+            self.remove(&entry).await;
+        };
+        tokio::select! {
+            () = kept => {}
+            () = self.closed.cancelled() => {}
+        }
+    }
+
+    async fn live(self: &Arc<Self>, entry: &Arc<Entry>, mut listeners: Vec<TcpListener>) {
+        if entry.look(|row| row.state) != DatabaseState::Ready {
+            return std::future::pending().await;
+        }
+        let (id, account) = entry.look(|row| (row.id, row.account.clone()));
+        self.sandboxes.database_urls.set(id, &account, self.connection_to(entry).connection_url);
+        while listeners.is_empty() {
+            match self.listen(entry.look(|row| row.port)).await {
+                Ok(bound) => listeners = bound,
+                Err(error) => {
+                    tracing::error!(database = %id, port = entry.look(|row| row.port), %error, "the port of a database is taken");
+                    sleep(LOOK_EVERY).await;
+                }
+            }
+        }
+        self.tasks.spawn(Arc::clone(self).serve(Arc::clone(entry), listeners));
+        self.look_after(entry).await;
+    }
+
+    /// Its machine may die, and PostgreSQL with it: what was committed is on the disk.
+    async fn look_after(self: &Arc<Self>, entry: &Arc<Entry>) {
+        let (account, sandbox) = entry.sandbox();
+        loop {
+            let needs_help = match self.sandboxes.state_of(&account, &sandbox) {
+                Some((State::Failed, target)) => target != Target::Deleted,
+                // Of one that shall never sleep, somebody else's doing.
+                Some((State::Hibernated | State::Stopped, target)) => {
+                    target != Target::Deleted && entry.look(|row| row.always_on)
+                }
+                Some((State::Creating | State::Running | State::Paused, _)) | None => false,
+            };
+            if needs_help && let Err(error) = self.bring_up(entry).await {
+                tracing::error!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be started again");
+                entry.change(|row| row.error = Some(error.message.clone()));
+                sleep(RECOVERY_PAUSE).await;
+            }
+            sleep(LOOK_EVERY).await;
+        }
+    }
+
+    async fn provision(self: &Arc<Self>, entry: &Arc<Entry>, caller: &Caller) {
+        let began = Instant::now();
+        loop {
+            let made = self.try_to_make(entry, caller).await;
+            if entry.look(|row| row.state) != DatabaseState::Provisioning {
+                return;
+            }
+            let Err(error) = made else { break };
+            let may_pass = matches!(
+                error.code,
+                ErrorCode::Unavailable | ErrorCode::CapacityExceeded | ErrorCode::Internal
+            );
+            tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database is not made yet");
+            if !may_pass || began.elapsed() > PROVISION_DEADLINE {
+                self.give_up(entry, error).await;
+                return;
+            }
+            sleep(error.retry_after.unwrap_or(PROVISION_PAUSE).min(PROVISION_PAUSE)).await;
+        }
+        entry.set_unless_deleted(DatabaseState::Ready, None);
+        self.write_down(entry).await;
+        tracing::info!(database = %entry.id(), seconds = began.elapsed().as_secs_f64(), "ready");
+    }
+
+    async fn give_up(&self, entry: &Entry, error: Error) {
+        let (account, sandbox) = entry.sandbox();
+        if let Err(error) = self.sandboxes.delete_managed(&account, &sandbox).await {
+            tracing::warn!(database = %entry.id(), %error, "the machine of a failed database is left over");
+        }
+        entry.set_unless_deleted(DatabaseState::Failed, Some(error.message));
+        self.write_down(entry).await;
+    }
+
+    async fn try_to_make(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        caller: &Caller,
+    ) -> Result<(), Error> {
+        let row = entry.row();
+        match row.cloned_from {
+            Some(source) => self.copy(entry, caller, &source).await?,
+            None => self.restore(&row, caller).await?,
+        }
+        let up = async {
+            self.bring_up(entry).await?;
+            self.apply_idle(entry).await
+        };
+        tokio::select! {
+            up = up => up,
+            () = entry.deleted() => Ok(()),
+        }
+    }
+
+    /// Out of the template's bake. Not given up half-way: a machine that nobody knows of would be left.
+    async fn restore(&self, row: &DatabaseRow, caller: &Caller) -> Result<(), Error> {
+        let request = CreateSandbox {
+            template: Some(TEMPLATE.to_owned()),
+            cpu: Some(row.cpu),
+            memory_mb: Some(row.size.memory_mb()),
+            disk_mb: Some(DISK_MB),
+            persistent: Some(true),
+            // It answers; it asks nobody.
+            network: Some(CreateNetwork::Internet(false)),
+            ..CreateSandbox::default()
+        };
+        self.sandboxes.create_managed(caller, row.id, request, None).await
+    }
+
+    /// Out of a snapshot of its source, which goes on. With the source's memory, PostgreSQL's included, where it has the
+    /// same size; else it boots from the disk and recovers.
+    async fn copy(
+        self: &Arc<Self>,
+        entry: &Entry,
+        caller: &Caller,
+        source: &DatabaseId,
+    ) -> Result<(), Error> {
+        let row = entry.row();
+        if self.sandboxes.state_of(&row.account, &row.id.sandbox()).is_some() {
+            // Of an attempt before.
+            return Ok(());
+        }
+        let text = row.id.to_string();
+        let (snapshot, volume) =
+            (text.parse().map_err(Error::internal)?, text.parse().map_err(Error::internal)?);
+        self.sandboxes.forget_snapshot(&snapshot).await?;
+        let source = self.find(&row.account, &source.to_string())?;
+        if matches!(
+            self.sandboxes.state_of(&row.account, &source.id().sandbox()),
+            Some((State::Stopped | State::Failed, _))
+        ) {
+            self.bring_up(&source).await?;
+        }
+        {
+            // Its passwords stay the same meanwhile.
+            let _turn = source.turn.lock().await;
+            let (account, sandbox) = source.sandbox();
+            self.sandboxes.snapshot_managed(&account, &sandbox, snapshot).await?;
+            entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
+            self.db.update_database(&entry.row()).await?;
+        }
+        let request = CreateSandbox {
+            persistent: Some(true),
+            network: Some(CreateNetwork::Internet(false)),
+            ..CreateSandbox::default()
+        };
+        let made = if row.size == source.look(|row| row.size) {
+            let from_snapshot = Some(text);
+            let request = CreateSandbox { from_snapshot, ..request };
+            self.sandboxes.create_managed(caller, row.id, request, None).await
+        } else {
+            let root = self.sandboxes.root_from(&row.account, &snapshot, volume).await?;
+            let memory_mb = Some(row.size.memory_mb());
+            let request = CreateSandbox { cpu: Some(row.cpu), memory_mb, ..request };
+            self.sandboxes.create_managed(caller, row.id, request, Some(root)).await
+        };
+        self.sandboxes.forget_snapshot(&snapshot).await?;
+        made
+    }
+
+    /// It hibernates when nobody has used it for as long as its row says.
+    pub(super) async fn apply_idle(&self, entry: &Entry) -> Result<(), Error> {
+        let (account, sandbox) = entry.sandbox();
+        let idle = entry.look(|row| (!row.always_on).then_some(row.idle_seconds));
+        self.sandboxes.set_idle(&account, &sandbox, idle).await
+    }
+
+    /// Its machine runs and PostgreSQL takes connections when this returns, whatever was before. Idempotent.
+    pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
+        let _turn = entry.turn.lock().await;
+        let (account, sandbox) = entry.sandbox();
+        let _in_use = self.sandboxes.keep_running(&account, &sandbox).await?;
+        self.admin(entry).await?;
+        entry.change(|row| row.error = None);
+        Ok(())
+    }
+
+    /// A session of the server's own, in a database that has its own credentials then.
+    async fn admin(&self, entry: &Entry) -> Result<Admin, Error> {
+        let (own, origin) = entry.look(|row| (row.credentials.clone(), row.origin.clone()));
+        let until = Instant::now() + UP_DEADLINE;
+        loop {
+            match self.login(entry, &own.admin_password).await {
+                Ok(admin) => return Ok(admin),
+                Err(Refused::WrongPassword) => {
+                    match self.login(entry, &origin.admin_password).await {
+                        Ok(admin) => {
+                            admin.make_own(&origin, &own).await?;
+                            return Ok(admin);
+                        }
+                        Err(Refused::WrongPassword) => {
+                            return Err(Error::internal(
+                                "PostgreSQL knows neither the database's password nor that of its origin",
+                            ));
+                        }
+                        Err(Refused::Other(error)) => return Err(error),
+                        Err(Refused::NotYet) => {}
+                    }
+                }
+                Err(Refused::Other(error)) => return Err(error),
+                Err(Refused::NotYet) => {}
+            }
+            if Instant::now() > until {
+                return Err(Error::busy("PostgreSQL does not take connections yet", 5));
+            }
+            sleep(UP_PAUSE).await;
+        }
+    }
+
+    async fn login(&self, entry: &Entry, password: &str) -> Result<Admin, Refused> {
+        let (account, sandbox) = entry.sandbox();
+        match self.sandboxes.dial(&account, &sandbox, super::PORT).await {
+            Some(Ok(stream)) => Admin::login(stream, "postgres", password).await,
+            // After a boot, or a crash of PostgreSQL alone.
+            Some(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                self.start_postgres(entry).await.map_err(Refused::Other)?;
+                Err(Refused::NotYet)
+            }
+            Some(Err(_)) => Err(Refused::NotYet),
+            None => Err(Refused::Other(Error::busy("the database's machine does not run", 2))),
+        }
+    }
+
+    /// Returns once it takes connections.
+    async fn start_postgres(&self, entry: &Entry) -> Result<(), Error> {
+        let (account, sandbox) = entry.sandbox();
+        let inside = self.sandboxes.inside_now(&account, &sandbox)?;
+        let request = ExecRequest {
+            cmd: "atoll-postgres start".to_owned(),
+            timeout_seconds: Some(UP_DEADLINE.as_secs_f64()),
+            ..ExecRequest::default()
+        };
+        tracing::info!(database = %entry.id(), "starting PostgreSQL");
+        let mut watch = inside.start_exec(request).await?;
+        let mut complaint = Vec::new();
+        while let Some(event) = watch.next().await {
+            match event? {
+                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => complaint.extend(bytes),
+                ExecEvent::Ended(status) if status.exit_code == Some(0) => return Ok(()),
+                ExecEvent::Ended(status) => {
+                    return Err(Error::internal(format!(
+                        "PostgreSQL did not start ({:?}): {}",
+                        status.exit_code,
+                        String::from_utf8_lossy(&complaint)
+                    )));
+                }
+            }
+        }
+        Err(Error::internal("the start of PostgreSQL was not seen to end"))
+    }
+
+    pub(super) async fn renew(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
+        self.bring_up(entry).await?;
+        let _turn = entry.turn.lock().await;
+        let (account, sandbox) = entry.sandbox();
+        let _in_use = self.sandboxes.use_of(&account, &sandbox)?;
+        let before = entry.look(|row| row.credentials.clone());
+        let after = before.renewed();
+        let admin = self.admin(entry).await?;
+        // Both are known to the row until PostgreSQL has the new ones: whatever dies in between, the next login finds out
+        // which it is, and makes them the new ones.
+        entry.change(|row| {
+            row.origin = before.clone();
+            row.credentials = after.clone();
+        });
+        if let Err(error) = self.db.update_database(&entry.row()).await {
+            entry.change(|row| row.credentials = before);
+            return Err(error);
+        }
+        admin.renew(&after).await?;
+        entry.end_sessions();
+        let id = entry.id();
+        self.sandboxes.database_urls.set(id, &account, self.connection_to(entry).connection_url);
+        tracing::info!(database = %id, "changed its credentials");
+        Ok(())
+    }
+
+    async fn remove(&self, entry: &Entry) {
+        let id = entry.id();
+        self.sandboxes.database_urls.forget(&id);
+        entry.closed.cancel();
+        let (account, sandbox) = entry.sandbox();
+        while let Err(error) = self.sandboxes.delete_managed(&account, &sandbox).await {
+            tracing::error!(database = %id, %error, cause = error.causes(), "failed to remove a database's machine");
+            sleep(LOOK_EVERY).await;
+        }
+        // Of a clone that was given up.
+        if let Ok(volume) = id.to_string().parse()
+            && let Err(error) = self.sandboxes.forget_root(&account, volume).await
+        {
+            tracing::warn!(database = %id, %error, "a disk is left over");
+        }
+        if let Ok(snapshot) = id.to_string().parse()
+            && let Err(error) = self.sandboxes.forget_snapshot(&snapshot).await
+        {
+            tracing::warn!(database = %id, %error, "a snapshot is left over");
+        }
+        while let Err(error) = self.db.delete_database(&id).await {
+            tracing::error!(database = %id, cause = error.causes(), "failed to delete a database's row");
+            sleep(LOOK_EVERY).await;
+        }
+        let mut entries = self.entries.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+        entries.remove(&id);
+        drop(entries);
+        entry.removed.send_replace(true);
+        tracing::info!(database = %id, "deleted");
+    }
+
+    /// A change that is true already has to reach its row, however long the rows are away.
+    async fn write_down(&self, entry: &Entry) {
+        while let Err(error) = self.db.update_database(&entry.row()).await {
+            tracing::error!(database = %entry.id(), cause = error.causes(), "failed to write a database's row");
+            sleep(LOOK_EVERY).await;
+        }
+    }
+}

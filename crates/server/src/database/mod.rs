@@ -1,0 +1,271 @@
+//! Databases: PostgreSQL in a sandbox of its own, whose root disk is flushed when PostgreSQL flushes. Restored from a bake
+//! in which it runs already, reached through [`proxy`], looked after by one keeper each ([`life`]).
+
+mod admin;
+mod credentials;
+mod greeting;
+mod life;
+mod proxy;
+mod requests;
+mod settings;
+mod tls;
+
+use std::{
+    collections::HashMap,
+    net::IpAddr,
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use api::{AccountId, DatabaseId, SandboxId};
+use tokio::sync::{Mutex as AsyncMutex, watch};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
+
+use self::tls::Tls;
+pub(crate) use self::{credentials::Credentials, life::TEMPLATE};
+pub use self::{settings::DatabaseSettings, tls::CertificateFiles};
+use crate::{
+    Error,
+    clock::Clock,
+    db::{DatabaseRow, Db},
+    keys::Caller,
+    sandbox::Sandboxes,
+};
+
+/// Of PostgreSQL in its guest.
+const PORT: u16 = 5432;
+const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
+
+/// What a database is. Written to its row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum DatabaseState {
+    Provisioning,
+    /// It has its own names and passwords.
+    Ready,
+    /// It could not be made.
+    Failed,
+    Deleting,
+}
+
+impl DatabaseState {
+    const ALL: [Self; 4] = [Self::Provisioning, Self::Ready, Self::Failed, Self::Deleting];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Provisioning => "provisioning",
+            Self::Ready => "ready",
+            Self::Failed => "failed",
+            Self::Deleting => "deleting",
+        }
+    }
+
+    pub(crate) fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|state| state.name() == name)
+    }
+}
+
+pub struct Databases {
+    db: Db,
+    clock: Clock,
+    sandboxes: Arc<Sandboxes>,
+    settings: DatabaseSettings,
+    /// In URLs.
+    host: String,
+    /// Where clients come to.
+    addresses: Vec<IpAddr>,
+    tls: Tls,
+    entries: RwLock<HashMap<DatabaseId, Arc<Entry>>>,
+    /// Held while a port is chosen.
+    choosing: AsyncMutex<()>,
+    tasks: TaskTracker,
+    closed: CancellationToken,
+}
+
+/// One database.
+pub(crate) struct Entry {
+    row: watch::Sender<DatabaseRow>,
+    /// Held by whoever starts PostgreSQL or changes how it is reached.
+    turn: AsyncMutex<()>,
+    sessions: AtomicU64,
+    /// Ends all sessions there are.
+    sessions_end: Mutex<CancellationToken>,
+    /// It is deleted: nobody comes in any longer.
+    closed: CancellationToken,
+    removed: watch::Sender<bool>,
+}
+
+/// One client's connection, for as long as this lives.
+struct Session {
+    entry: Arc<Entry>,
+    end: CancellationToken,
+}
+
+impl Session {
+    async fn ended(&self) {
+        self.end.cancelled().await;
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        self.entry.sessions.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Entry {
+    fn new(row: DatabaseRow) -> Self {
+        Self {
+            row: watch::Sender::new(row),
+            turn: AsyncMutex::new(()),
+            sessions: AtomicU64::new(0),
+            sessions_end: Mutex::default(),
+            closed: CancellationToken::new(),
+            removed: watch::Sender::new(false),
+        }
+    }
+
+    fn look<T>(&self, at: impl FnOnce(&DatabaseRow) -> T) -> T {
+        at(&self.row.borrow())
+    }
+
+    fn change(&self, with: impl FnOnce(&mut DatabaseRow)) {
+        self.row.send_modify(with);
+    }
+
+    fn row(&self) -> DatabaseRow {
+        self.row.borrow().clone()
+    }
+
+    /// Waits until it is to go.
+    async fn deleted(&self) {
+        let mut row = self.row.subscribe();
+        // It lives as long as we do.
+        let _ = row.wait_for(|row| row.state == DatabaseState::Deleting).await;
+    }
+
+    fn set_unless_deleted(&self, state: DatabaseState, error: Option<String>) {
+        self.change(|row| {
+            if row.state != DatabaseState::Deleting {
+                row.state = state;
+                row.error = error;
+            }
+        });
+    }
+
+    fn id(&self) -> DatabaseId {
+        self.look(|row| row.id)
+    }
+
+    fn sandbox(&self) -> (AccountId, SandboxId) {
+        self.look(|row| (row.account.clone(), row.id.sandbox()))
+    }
+
+    /// `None` when there are `most` already.
+    fn begin_session(self: &Arc<Self>, most: u64) -> Option<Session> {
+        let before = self.sessions.fetch_add(1, Ordering::Relaxed);
+        let end = self.sessions_end.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let session = Session { entry: Arc::clone(self), end };
+        (before < most).then_some(session)
+    }
+
+    fn end_sessions(&self) {
+        let mut end = self.sessions_end.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::take(&mut *end).cancel();
+    }
+}
+
+impl Databases {
+    /// # Errors
+    /// The certificate of the settings cannot be used.
+    pub(crate) async fn open(
+        db: Db,
+        clock: Clock,
+        sandboxes: Arc<Sandboxes>,
+        config: &crate::Config,
+    ) -> Result<Arc<Self>, Error> {
+        let settings = config.databases.clone();
+        let door = IpAddr::V4(sandboxes.door());
+        let host = settings.host.clone().unwrap_or_else(|| door.to_string());
+        let directory = config.data_dir.join("database-tls");
+        let tls = Tls::open(settings.certificate.as_ref(), &directory, &host, door).await?;
+        let addresses = std::iter::once(door).chain(settings.listen).collect();
+        Ok(Arc::new(Self {
+            db,
+            clock,
+            sandboxes,
+            settings,
+            host,
+            addresses,
+            tls,
+            entries: RwLock::default(),
+            choosing: AsyncMutex::new(()),
+            tasks: TaskTracker::new(),
+            closed: CancellationToken::new(),
+        }))
+    }
+
+    /// The rows are the truth: each gets its keeper again. After the sandboxes were found again.
+    ///
+    /// # Errors
+    /// The rows cannot be read.
+    pub(crate) async fn recover(self: &Arc<Self>) -> Result<(), Error> {
+        let rows = self.db.all_databases().await?;
+        let known: Vec<_> = rows.iter().map(|row| row.id.sandbox()).collect();
+        for row in rows {
+            let caller = Caller::of_server(&row.account);
+            let entry = Arc::new(Entry::new(row));
+            self.insert(&entry);
+            self.tasks.spawn(Arc::clone(self).keep(entry, caller, Vec::new()));
+        }
+        for (account, sandbox) in self.sandboxes.managed() {
+            if !known.contains(&sandbox) {
+                tracing::warn!(%sandbox, "removing the machine of a database that is gone");
+                self.sandboxes.delete_managed(&account, &sandbox).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sessions end; databases go on.
+    pub(crate) async fn close(&self) {
+        self.closed.cancel();
+        self.tasks.close();
+        if tokio::time::timeout(CLOSE_DEADLINE, self.tasks.wait()).await.is_err() {
+            tracing::warn!("some databases are still being made or deleted");
+        }
+    }
+
+    fn insert(&self, entry: &Arc<Entry>) {
+        let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
+        entries.insert(entry.id(), Arc::clone(entry));
+    }
+
+    fn all(&self) -> Vec<Arc<Entry>> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.values().cloned().collect()
+    }
+
+    /// A foreign one is as unknown as one that never was.
+    fn find(&self, account: &AccountId, id: &str) -> Result<Arc<Entry>, Error> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        let found = id.parse().ok().and_then(|id: DatabaseId| entries.get(&id));
+        found.filter(|entry| entry.look(|row| row.account == *account)).cloned().ok_or_else(|| {
+            Error::not_found("there is no database with this id; list them with GET /v1/databases")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_keeps_states() {
+        for state in DatabaseState::ALL {
+            assert_eq!(DatabaseState::from_name(state.name()), Some(state));
+        }
+    }
+}

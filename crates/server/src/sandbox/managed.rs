@@ -1,0 +1,319 @@
+//! Sandboxes that are databases: made, started and removed by [`crate::database`] alone, and what others are told of them.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    io,
+    net::Ipv4Addr,
+    sync::{Arc, PoisonError, RwLock},
+};
+
+use api::{
+    AccountId, CreateSandbox, DatabaseId, ErrorCode, SandboxId, SnapshotId, VolumeId, VolumeKind,
+};
+use tokio::net::TcpStream;
+
+use super::{
+    Running, Sandboxes,
+    create::Made,
+    registry::{Entry, locked},
+    snapshots::Purpose,
+    state::{State, Target, Wish},
+    transition::When,
+    usage::InUse,
+};
+use crate::{Error, account::Plan, blocking::blocking, db::VolumeRow, keys::Caller};
+
+const MOST_DATABASES: usize = 16;
+
+/// Who comes to a port of the server's own.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Visitor {
+    /// No sandbox of this server: the host, or somebody from its network.
+    Other,
+    Sandbox(AccountId),
+    /// From a sandbox's address, at which there is none any longer.
+    Gone,
+}
+
+/// The database keeps its sandbox.
+///
+/// # Errors
+/// 409.
+pub(super) fn refuse(entry: &Entry) -> Result<(), Error> {
+    if entry.look(|row| row.managed) {
+        let id = entry.look(|row| row.id);
+        return Err(Error::conflict(format!(
+            "this sandbox is database {id}; change or delete it with /v1/databases/{id}"
+        )));
+    }
+    Ok(())
+}
+
+impl Sandboxes {
+    /// Runs when this returns. It has the database's id; one that is there already will do.
+    ///
+    /// # Errors
+    /// As [`Sandboxes::create`].
+    pub(crate) async fn create_managed(
+        self: &Arc<Self>,
+        caller: &Caller,
+        id: DatabaseId,
+        request: CreateSandbox,
+        root: Option<VolumeRow>,
+    ) -> Result<(), Error> {
+        self.create_as(caller, request, Made::Database { id, root }).await.map(drop)
+    }
+
+    /// All of them, whosever.
+    pub(crate) fn managed(&self) -> Vec<(AccountId, SandboxId)> {
+        let all = self.registry.all().into_iter().filter(|entry| entry.look(|row| row.managed));
+        all.map(|entry| entry.look(|row| (row.account.clone(), row.id))).collect()
+    }
+
+    /// For ever; also when it is gone.
+    pub(crate) async fn delete_managed(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+    ) -> Result<(), Error> {
+        match self.registry.find(account, id) {
+            Ok(entry) => self.delete_entry(&entry).await,
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// `None`: there is none.
+    pub(crate) fn state_of(&self, account: &AccountId, id: &SandboxId) -> Option<(State, Target)> {
+        let entry = self.registry.find(account, id).ok()?;
+        Some(entry.look(|row| (row.state, row.target)))
+    }
+
+    /// What its root disk takes of the pool.
+    pub(crate) fn disk_use_of(&self, account: &AccountId, id: &SandboxId) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        let path = (self.registry.find(account, id).ok())
+            .and_then(|entry| Some(self.root(&entry).ok()?.path()));
+        let metadata = path.and_then(|path| path.metadata().ok());
+        metadata.map_or(0, |metadata| metadata.blocks() * 512)
+    }
+
+    /// Its memory and disk as they are now, under that id, for a clone: it goes on, and counts for nothing.
+    ///
+    /// # Errors
+    /// As [`Sandboxes::snapshot`].
+    pub(crate) async fn snapshot_managed(
+        self: &Arc<Self>,
+        account: &AccountId,
+        id: &SandboxId,
+        snapshot: SnapshotId,
+    ) -> Result<(), Error> {
+        let entry = self.registry.find(account, id)?;
+        let purpose = Purpose::Fork { tree: Some(format!("database-{snapshot}")) };
+        self.take_snapshot(&entry, snapshot, String::new(), purpose).await.map(drop)
+    }
+
+    /// Also when there is none.
+    pub(crate) async fn forget_snapshot(&self, id: &SnapshotId) -> Result<(), Error> {
+        self.remove_snapshot(id).await
+    }
+
+    /// The disk of a snapshot as a volume to boot from, in place of one that an earlier attempt has left.
+    ///
+    /// # Errors
+    /// The snapshot is gone, or there is no room.
+    pub(crate) async fn root_from(
+        &self,
+        account: &AccountId,
+        snapshot: &SnapshotId,
+        volume: VolumeId,
+    ) -> Result<VolumeRow, Error> {
+        self.forget_root(account, volume).await?;
+        let (row, saved) = self.saved_snapshot(account, snapshot).await?;
+        let bytes = row.disk_mb << 20;
+        let root = VolumeRow {
+            id: volume,
+            account: account.clone(),
+            name: format!("root-{volume}").parse().map_err(Error::internal)?,
+            kind: VolumeKind::Root,
+            size_bytes: bytes,
+            created_at: self.clock.now_ms(),
+            template: Some(row.template),
+        };
+        let (layout, source) = (self.sites.layout.clone(), saved.rootfs());
+        blocking(move || store::volume::put_root(&layout, &volume, &source, bytes)).await?;
+        self.db.insert_volume(&root, &Plan::unlimited()).await?;
+        Ok(root)
+    }
+
+    /// Of an attempt that was given up. Also when there is none.
+    pub(crate) async fn forget_root(
+        &self,
+        account: &AccountId,
+        volume: VolumeId,
+    ) -> Result<(), Error> {
+        match self.volumes.delete(account, &volume.to_string()).await {
+            Err(error) if error.code != ErrorCode::NotFound => Err(error),
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+
+    /// It runs, whatever it was, and stays so until the answer is dropped.
+    ///
+    /// # Errors
+    /// 404 when it is gone; 409 when its disk is damaged; 503 without room or time.
+    pub(crate) async fn keep_running(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+    ) -> Result<InUse, Error> {
+        let entry = self.registry.find(account, id)?;
+        let in_use = entry.usage.begin();
+        let wish = match entry.look(|row| row.state) {
+            State::Stopped | State::Failed => Wish::PowerOn,
+            State::Creating | State::Running | State::Paused | State::Hibernated => Wish::Run,
+        };
+        self.reach(&entry, wish, Target::Running, When::Asked).await?;
+        Ok(in_use)
+    }
+
+    /// As a use that keeps it from hibernating. It may be in any state.
+    pub(crate) fn use_of(&self, account: &AccountId, id: &SandboxId) -> Result<InUse, Error> {
+        Ok(self.registry.find(account, id)?.usage.begin())
+    }
+
+    /// Its inside; it has to run.
+    pub(crate) fn inside_now(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
+        self.running_already(account, id)
+    }
+
+    /// A port of its guest. `None` while it does not run.
+    pub(crate) async fn dial(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+        port: u16,
+    ) -> Option<io::Result<TcpStream>> {
+        let entry = self.registry.find(account, id).ok()?;
+        let runs = entry.look(|row| (row.state, row.target) == (State::Running, Target::Running));
+        let inside = entry.inside().filter(|_| runs)?;
+        Some(inside.gate.connect(port).await)
+    }
+
+    /// Unused for so long, it hibernates. `None`: never.
+    pub(crate) async fn set_idle(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+        idle_seconds: Option<u64>,
+    ) -> Result<(), Error> {
+        let entry = self.registry.find(account, id)?;
+        entry.change(|row| row.idle_seconds = idle_seconds);
+        self.save_row(&entry).await
+    }
+
+    /// By the address that the host sees: the walls let no sandbox have another's.
+    pub(crate) fn visitor(&self, address: Ipv4Addr) -> Visitor {
+        let Some(slot) = self.sites.networks.slot_of(address) else { return Visitor::Other };
+        let found = self.registry.all().into_iter().find(|entry| {
+            entry.look(|row| row.slot == Some(slot))
+                || locked(&entry.inside).as_ref().is_some_and(|inside| inside.address == address)
+        });
+        found.map_or(Visitor::Gone, |entry| Visitor::Sandbox(entry.look(|row| row.account.clone())))
+    }
+
+    /// Where sandboxes reach the server.
+    pub(crate) fn door(&self) -> Ipv4Addr {
+        self.sites.networks.door()
+    }
+}
+
+/// The URLs of all databases that can be reached, by their ids.
+#[derive(Debug, Default)]
+pub(crate) struct DatabaseUrls(RwLock<HashMap<DatabaseId, (AccountId, String)>>);
+
+impl DatabaseUrls {
+    pub(crate) fn set(&self, id: DatabaseId, account: &AccountId, url: String) {
+        let mut known = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        known.insert(id, (account.clone(), url));
+    }
+
+    pub(crate) fn forget(&self, id: &DatabaseId) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).remove(id);
+    }
+
+    /// # Errors
+    /// 404 for one that is not theirs, or cannot be reached yet.
+    pub(super) fn check(
+        &self,
+        account: &AccountId,
+        asked: Option<&[String]>,
+    ) -> Result<Vec<DatabaseId>, Error> {
+        let asked = asked.unwrap_or_default();
+        if asked.len() > MOST_DATABASES {
+            return Err(Error::invalid(format!(
+                "`databases` may have at most {MOST_DATABASES} entries"
+            )));
+        }
+        let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        let mut ids = Vec::new();
+        for (index, text) in asked.iter().enumerate() {
+            let id = text
+                .parse()
+                .ok()
+                .filter(|id| known.get(id).is_some_and(|(owner, _)| owner == account));
+            ids.push(id.ok_or_else(|| {
+                Error::not_found(format!(
+                    "`databases[{index}]`: there is no database with this id that can be reached; list them with GET /v1/databases"
+                ))
+            })?);
+        }
+        Ok(ids)
+    }
+
+    /// As it is now: credentials may have been changed since the sandbox was made. What its user has set stays.
+    pub(super) fn add_to(
+        &self,
+        environment: &mut BTreeMap<String, String>,
+        databases: &[DatabaseId],
+    ) {
+        let known = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        for (index, id) in databases.iter().enumerate() {
+            let Some((_, url)) = known.get(id) else { continue };
+            let name = match index {
+                0 => "DATABASE_URL".to_owned(),
+                index => format!("DATABASE_URL_{}", index + 1),
+            };
+            environment.entry(name).or_insert_with(|| url.clone());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_given_the_urls_of_their_own_databases() {
+        let urls = DatabaseUrls::default();
+        let (mine, second, foreign) =
+            (DatabaseId::random(), DatabaseId::random(), DatabaseId::random());
+        let account = AccountId::default_account();
+        urls.set(mine, &account, "one".to_owned());
+        urls.set(second, &account, "two".to_owned());
+        urls.set(foreign, &"other".parse().unwrap(), "three".to_owned());
+        let ids = [mine, second].map(|id| id.to_string());
+        assert_eq!(urls.check(&account, Some(&ids)).unwrap(), [mine, second]);
+        for bad in [foreign.to_string(), DatabaseId::random().to_string(), "x".to_owned()] {
+            let code = urls.check(&account, Some(&[bad])).unwrap_err().code;
+            assert_eq!(code, api::ErrorCode::NotFound);
+        }
+        let mut environment = BTreeMap::from([("DATABASE_URL_2".to_owned(), "own".to_owned())]);
+        urls.add_to(&mut environment, &[mine, second]);
+        assert_eq!(environment["DATABASE_URL"], "one");
+        assert_eq!(environment["DATABASE_URL_2"], "own");
+        urls.set(mine, &account, "new".to_owned());
+        let mut environment = BTreeMap::new();
+        urls.add_to(&mut environment, &[mine]);
+        assert_eq!(environment["DATABASE_URL"], "new");
+    }
+}
