@@ -144,11 +144,15 @@ impl Databases {
             }
         };
         guest.set_nodelay(true)?;
+        let (account, sandbox) = entry.sandbox();
+        let ended = self.sandboxes.machine_end(&account, &sandbox);
         guest.write_all(message).await?;
         let copying = copy_bidirectional_with_sizes(&mut client, &mut guest, BUFFER, BUFFER);
         tokio::select! {
             copied = copying => copied.map(drop),
             () = session.ended() => Ok(()),
+            // Of which the other end of the connection would not tell: its machine is just not there any longer.
+            () = ended => Ok(()),
         }
     }
 

@@ -199,6 +199,20 @@ impl Sandboxes {
         Some(inside.gate.connect(port).await)
     }
 
+    /// Waits for the end of the machine that it has now, whatever ends it.
+    pub(crate) fn machine_end(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+    ) -> impl Future<Output = ()> + use<> {
+        let inside = self.registry.find(account, id).ok().and_then(|entry| entry.inside());
+        async move {
+            if let Some(inside) = inside {
+                inside.machine.exited().await;
+            }
+        }
+    }
+
     /// Unused for so long, it hibernates. `None`: never.
     pub(crate) async fn set_idle(
         &self,
