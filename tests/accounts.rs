@@ -3,7 +3,7 @@
 
 use std::{fs, time::Duration};
 
-use api::{CreateVolume, SandboxId, Usage};
+use api::{CreateDatabase, CreateVolume, DatabaseId, SandboxId, Usage};
 use client::{Client, Method, RequestBuilder};
 use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
@@ -21,7 +21,7 @@ suite! {
 const BUILT: Duration = Duration::from_secs(240);
 const SOON: Duration = Duration::from_secs(60);
 /// All routes that name something. One that is missing here fails the claim, so that nobody adds one without this test.
-const NAMING: [(&str, &str); 83] = [
+const NAMING: [(&str, &str); 91] = [
     ("delete", "/v1/me/tokens/{token}"),
     ("get", "/v1/templates/{name}"),
     ("delete", "/v1/templates/{name}"),
@@ -48,6 +48,14 @@ const NAMING: [(&str, &str); 83] = [
     ("get", "/v1/volumes/{id}"),
     ("patch", "/v1/volumes/{id}"),
     ("delete", "/v1/volumes/{id}"),
+    ("get", "/v1/databases/{id}"),
+    ("patch", "/v1/databases/{id}"),
+    ("delete", "/v1/databases/{id}"),
+    ("get", "/v1/databases/{id}/connection"),
+    ("post", "/v1/databases/{id}/wake"),
+    ("post", "/v1/databases/{id}/clone"),
+    ("post", "/v1/databases/{id}/reset-credentials"),
+    ("post", "/v1/databases/{id}/failover"),
     ("post", "/v1/sandboxes/{id}/exec"),
     ("post", "/v1/sandboxes/{id}/exec/stream"),
     ("get", "/v1/sandboxes/{id}/repl/sessions"),
@@ -107,7 +115,7 @@ const NAMING: [(&str, &str); 83] = [
     ("delete", "/v1/sandboxes/{id}/fs/uploads/{upload}"),
 ];
 /// All others: what they list is the account's own.
-const LISTING: [(&str, &str); 19] = [
+const LISTING: [(&str, &str); 21] = [
     ("get", "/healthz"),
     ("get", "/version"),
     ("get", "/openapi.json"),
@@ -127,6 +135,8 @@ const LISTING: [(&str, &str); 19] = [
     ("get", "/v1/snapshots"),
     ("get", "/v1/volumes"),
     ("post", "/v1/volumes"),
+    ("get", "/v1/databases"),
+    ("post", "/v1/databases"),
 ];
 
 /// What one account has.
@@ -134,6 +144,7 @@ struct Things {
     sandbox: SandboxId,
     snapshot: String,
     volume: String,
+    database: DatabaseId,
     build: String,
     token: String,
 }
@@ -158,6 +169,11 @@ impl Things {
             from_volume: None,
         };
         let volume = client.create_volume(&volume).await.unwrap().id.to_string();
+        let database = CreateDatabase {
+            label: Some("theirs-database".to_owned()),
+            ..CreateDatabase::default()
+        };
+        let database = client.create_database(&database).await.unwrap().id;
         let build = server
             .request(Method::POST, "/v1/templates/build")
             .header("content-type", "application/x-www-form-urlencoded")
@@ -173,6 +189,7 @@ impl Things {
             sandbox,
             snapshot: snapshot.unwrap().id.to_string(),
             volume,
+            database: client.database_ready(&database, BUILT).await.unwrap().id,
             build: build.json()["id"].as_str().unwrap().to_owned(),
             token: token["prefix"].as_str().unwrap().to_owned(),
         }
@@ -180,11 +197,12 @@ impl Things {
 
     /// The route with what it names, as ids and as names.
     fn paths(&self, route: &str) -> Vec<String> {
-        let sandbox = self.sandbox.to_string();
+        let (sandbox, database) = (self.sandbox.to_string(), self.database.to_string());
         let ids: Vec<&str> = match route.split('/').nth(2).unwrap() {
             "me" => vec![&self.token],
             "snapshots" => vec![&self.snapshot],
             "volumes" => vec![&self.volume, VOLUME],
+            "databases" => vec![&database],
             "templates" if route.contains("builds") => vec![&self.build],
             "templates" => vec![TEMPLATE],
             "sandboxes" | "machines" => vec![&sandbox],
@@ -205,7 +223,9 @@ impl Things {
         let said = client.exec(&self.sandbox, &command("cat /etc/hostname")).await.unwrap();
         assert!(said.stdout.starts_with("sandbox-"), "{said:?}");
         assert!(client.lifecycle(&self.sandbox).await.unwrap().ttl_seconds != Some(60));
-        for route in ["/v1/snapshots/{id}", "/v1/volumes/{id}", "/v1/templates/{name}"] {
+        for route in
+            ["/v1/snapshots/{id}", "/v1/volumes/{id}", "/v1/databases/{id}", "/v1/templates/{name}"]
+        {
             for path in self.paths(route) {
                 assert_eq!(server.get(&path).await.status, 200, "{path}");
             }
@@ -239,6 +259,7 @@ fn request(client: &Client, method: &str, path: &str) -> RequestBuilder {
         _ if path.ends_with("/attach") || path.ends_with("/detach") => {
             request.json(&json!({"machine_id": SandboxId::random()}))
         }
+        _ if path.contains("/databases/") => request.json(&json!({"label": "taken"})),
         _ if path.contains("/volumes/") => request.json(&json!({"size_mb": 128})),
         _ => request.json(&json!({"cmd": "hostname theirs", "count": 1, "port": 80, "code": "1"})),
     }
@@ -274,13 +295,19 @@ async fn nothing_of_another_account_is_there_on_any_route(host: Host) {
             assert_eq!(answer.refusal(), (404, "not_found".to_owned()), "{method} {path}");
         }
     }
-    let names = [&theirs.snapshot, &theirs.volume, &theirs.build, &theirs.token];
+    let database = theirs.database.to_string();
+    let names = [&theirs.snapshot, &theirs.volume, &database, &theirs.build, &theirs.token];
     for (method, route) in LISTING.into_iter().filter(|(method, _)| *method == "get") {
         let answer = Answer::to(request(&stranger, method, route)).await;
         let text = answer.text();
         assert_eq!(answer.status, 200, "{route}");
         assert!(!text.contains(&theirs.sandbox.to_string()), "{route}: {text}");
-        for name in names.iter().map(|name| name.as_str()).chain([VOLUME, TEMPLATE, "theirs-key"]) {
+        for name in names.iter().map(|name| name.as_str()).chain([
+            VOLUME,
+            TEMPLATE,
+            "theirs-key",
+            "theirs-database",
+        ]) {
             assert!(!text.contains(name), "{route}: {text}");
         }
     }
@@ -302,6 +329,7 @@ async fn what_a_request_names_is_looked_for_in_its_own_account(host: Host) {
         ("/v1/sandboxes", json!({"volumes": [{"name": theirs.volume, "read_only": true}]})),
         ("/v1/machines", json!({"stack": TEMPLATE})),
         ("/v1/machines", json!({"root_volume_id": theirs.volume})),
+        ("/v1/sandboxes", json!({"databases": [theirs.database]})),
         ("/v1/volumes", json!({"name": "copy", "from_volume": VOLUME})),
         ("/v1/volumes", json!({"name": "copy", "from_volume": theirs.volume})),
     ] {

@@ -53,8 +53,8 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (5, "machines", include_str!("migrations/0005_machines.sql")),
     (6, "accounts", include_str!("migrations/0006_accounts.sql")),
     (7, "snapshot network", include_str!("migrations/0007_snapshot_network.sql")),
-    (8, "databases", include_str!("migrations/0008_databases.sql")),
     (11, "ports", include_str!("migrations/0011_ports.sql")),
+    (12, "databases", include_str!("migrations/0012_databases.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.
