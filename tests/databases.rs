@@ -18,7 +18,7 @@ use tests::{Answer, End, Host, Sandbox, Server, command, small, suite, until};
 use tokio::{
     io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
     net::TcpStream,
-    process::Command,
+    process::{Child, Command},
 };
 
 suite! {
@@ -241,6 +241,22 @@ async fn sandboxes_reach_the_databases_of_their_own_account_alone(host: Host) {
     client.delete_database(&id).await.unwrap();
 }
 
+/// A session in the middle of a query that does not end.
+async fn asleep(url: &str) -> Child {
+    let session = Command::new("psql")
+        .args([url, "-XAtqc", "SELECT pg_sleep(3000)"])
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    until("it sleeps", SOON, async || {
+        let asked = "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(3000)'";
+        (sql(url, asked).await == "1").then_some(())
+    })
+    .await;
+    session
+}
+
 async fn sessions_are_what_they_are_without_a_server_between(host: Host) {
     let server = host.server().await;
     let client = server.client();
@@ -257,17 +273,7 @@ async fn sessions_are_what_they_are_without_a_server_between(host: Host) {
     assert_eq!(sql(&verified, "SELECT 1").await, "1");
 
     // Cancelled by the client, on a connection of its own.
-    let sleeping = Command::new("psql")
-        .args([url, "-XAtqc", "SELECT pg_sleep(3000)"])
-        .stderr(Stdio::piped())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
-    until("it sleeps", SOON, async || {
-        let asked = "SELECT count(*) FROM pg_stat_activity WHERE query = 'SELECT pg_sleep(3000)'";
-        (sql(url, asked).await == "1").then_some(())
-    })
-    .await;
+    let sleeping = asleep(url).await;
     let pid = Pid::from_raw(sleeping.id().unwrap().cast_signed()).unwrap();
     kill_process(pid, Signal::INT).unwrap();
     let cancelled = tokio::time::timeout(SOON, sleeping.wait_with_output()).await.unwrap().unwrap();
@@ -358,7 +364,7 @@ async fn an_unused_database_hibernates_and_a_connection_wakes_it(host: Host) {
 }
 
 /// Commits numbers, one by one, for as long as it can; the last that was acknowledged.
-async fn commit_from(url: &str, first: u64) -> tokio::process::Child {
+async fn commit_from(url: &str, first: u64) -> Child {
     let script = format!(
         "i={first}; while psql '{url}' -XAtqc \"INSERT INTO ledger VALUES ($i)\" >/dev/null 2>&1; do echo $i; i=$((i + 1)); done"
     );
@@ -389,10 +395,11 @@ async fn lose_nothing(server: &Server, id: &DatabaseId, url: &str, round: u64) {
         acknowledged.push(line.expect("commits are acknowledged").parse::<u64>().unwrap());
     }
     kill_process(machine_of(server, id).await, Signal::KILL).unwrap();
-    while let Ok(Ok(Some(line))) = tokio::time::timeout(SOON, lines.next_line()).await {
+    // Whoever came later would wait for the recovery and then go on.
+    committing.kill().await.unwrap();
+    while let Some(line) = lines.next_line().await.unwrap() {
         acknowledged.push(line.parse().unwrap());
     }
-    let _ = committing.kill().await;
     until("it recovers", SOON * 2, async || {
         let database = server.client().database(id).await.unwrap();
         (database.status == DatabaseStatus::Running).then_some(())
@@ -406,7 +413,7 @@ async fn lose_nothing(server: &Server, id: &DatabaseId, url: &str, round: u64) {
 
 async fn is_whole(client: &Client, id: &DatabaseId) {
     let cmd = "setpriv --reuid=postgres --regid=postgres --init-groups \
-               pg_amcheck -h /run/postgresql -U postgres --all --install-missing --heapallindexed 2>&1";
+               /usr/lib/postgresql/17/bin/pg_amcheck -h /run/postgresql -U postgres --all --install-missing --heapallindexed 2>&1";
     let request = api::ExecRequest { timeout_seconds: Some(120.0), ..command(cmd) };
     let checked = client.exec(&id.sandbox(), &request).await.unwrap();
     assert_eq!((checked.exit_code, checked.stdout.as_str()), (0, ""));
@@ -418,9 +425,12 @@ async fn what_was_committed_survives_the_death_of_machine_and_server(host: Host)
     let (id, connection) = any(&client).await;
     let url = connection.connection_url.clone();
     sql(&url, "CREATE TABLE ledger (x bigint PRIMARY KEY)").await;
+    let mut sleeping = asleep(&url).await;
     for round in 1..=2 {
         lose_nothing(&server, &id, &url, round).await;
     }
+    let ended = tokio::time::timeout(SOON, sleeping.wait()).await;
+    assert!(!ended.expect("a session ends with its machine").unwrap().success());
     is_whole(&client, &id).await;
 
     // The server alone, then both: the machine goes on, or starts again.
