@@ -220,6 +220,13 @@ impl Uploads {
             used: Instant::now(),
         };
         let mut all = self.all();
+        // The same request, twice at once.
+        if let Some(there) = all.get(&id) {
+            let status = there.status(&id, true);
+            drop(all);
+            upload.place.remove();
+            return Ok(status);
+        }
         if all.len() >= MOST {
             drop(all);
             upload.place.remove();

@@ -18,6 +18,8 @@ use crate::failure::{failed, refuse, shown};
 /// Of one request.
 const MOST_DIRECTORIES: usize = 8192;
 const DEEPEST: usize = 256;
+/// Of what is found in directories that are new.
+const MOST_FOUND: usize = 16_384;
 const BUFFER: usize = 16 << 10;
 
 pub(crate) struct Watcher {
@@ -55,8 +57,7 @@ impl Watcher {
         };
         watcher.top = watcher.add(&path).map_err(|error| too_many(&path, error))?;
         if watcher.recursive {
-            let mut nothing = Vec::new();
-            watcher.add_below(&path, &mut nothing).map_err(|error| too_many(&path, error))?;
+            watcher.add_below(&path, None).map_err(|error| too_many(&path, error))?;
         }
         Ok(watcher)
     }
@@ -89,7 +90,11 @@ impl Watcher {
     }
 
     /// Without recursion. What is in directories that are new is told: it may have come before they were watched.
-    fn add_below(&mut self, start: &[u8], noticed: &mut Vec<Noticed>) -> Result<(), Errno> {
+    fn add_below(
+        &mut self,
+        start: &[u8],
+        mut noticed: Option<&mut Vec<Noticed>>,
+    ) -> Result<(), Errno> {
         let mut ahead = vec![(start.to_vec(), 0)];
         while let Some((directory, depth)) = ahead.pop() {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -104,7 +109,15 @@ impl Watcher {
                 }
                 let path = path::join(&directory, name);
                 let is_directory = entry.file_type() == FileType::Directory;
-                noticed.push(noticed_at(What::Created, path.clone(), is_directory));
+                match &mut noticed {
+                    Some(noticed) if noticed.len() < MOST_FOUND => {
+                        noticed.push(noticed_at(What::Created, path.clone(), is_directory));
+                    }
+                    Some(noticed) if noticed.len() == MOST_FOUND => {
+                        noticed.push(noticed_at(What::Overflow, Vec::new(), false));
+                    }
+                    Some(_) | None => {}
+                }
                 if is_directory && depth < DEEPEST {
                     match self.add(&path) {
                         Ok(_) => ahead.push((path, depth + 1)),
@@ -174,6 +187,7 @@ impl Watcher {
     fn understand(&mut self, event: &Event, other: Option<&Event>, noticed: &mut Vec<Noticed>) {
         if event.flags.contains(ReadFlags::QUEUE_OVERFLOW) {
             noticed.push(noticed_at(What::Overflow, Vec::new(), false));
+            self.look_again(noticed);
             return;
         }
         if event.flags.contains(ReadFlags::IGNORED) {
@@ -232,11 +246,30 @@ impl Watcher {
         }
         noticed.push(noticed_at(what, path.clone(), is_directory));
         if self.recursive && is_directory && what == What::Created {
-            let added = self.add(&path).and_then(|_| self.add_below(&path, noticed));
+            let added = self.add(&path).and_then(|_| self.add_below(&path, Some(noticed)));
             if !matches!(added, Ok(()) | Err(Errno::NOENT | Errno::NOTDIR)) {
                 // Not all of it can be watched.
                 noticed.push(noticed_at(What::Overflow, Vec::new(), false));
             }
+        }
+    }
+
+    /// Events were lost, and with them which directories have come, gone and got other names: what is there now is
+    /// watched, under its present name.
+    fn look_again(&mut self, noticed: &mut Vec<Noticed>) {
+        let before = std::mem::take(&mut self.directories);
+        let Some(top) = before.get(&self.top) else { return };
+        if self.add(top) != Ok(self.top) {
+            self.is_over = true;
+            noticed.push(noticed_at(What::Gone, top.clone(), false));
+            return;
+        }
+        if self.recursive {
+            // What cannot be watched was told as missed already.
+            let _ = self.add_below(top, None);
+        }
+        for watch in before.into_keys().filter(|watch| !self.directories.contains_key(watch)) {
+            let _ = inotify::remove_watch(&self.queue, watch);
         }
     }
 

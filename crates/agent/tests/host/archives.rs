@@ -290,6 +290,7 @@ fn nothing_leaves_the_target() {
         archive(&[link(up), entry(EntryType::Directory, b"link/made", b"", b"")]),
         archive(&[link(up), entry(EntryType::Directory, b"link/", b"", b"")]),
         archive(&[entry(EntryType::Link, b"hard", b"../outside/secret", b"")]),
+        archive(&[entry(EntryType::Link, b"hard", b"missing", b"")]),
         archive(&[link(up), entry(EntryType::Link, b"hard", b"link/secret", b"")]),
         archive(&[link(up), entry(EntryType::Symlink, b"link/secret", b"x", b"")]),
         archive(&[entry(EntryType::Char, b"device", b"", b"")]),
@@ -447,6 +448,19 @@ fn a_user_unpacks_and_packs_with_their_own_rights() {
     make_tree(&tree);
     fs::create_dir(&theirs).unwrap();
     std::os::unix::fs::chown(&theirs, Some(1234), Some(1234)).unwrap();
+    // Directories that not even their owner may write to, as tools keep what they have fetched.
+    let read_only = |mut block: Vec<u8>, mode| {
+        let mut header = Header::from_byte_slice(&block[..512]).clone();
+        header.set_mode(mode);
+        header.set_cksum();
+        block[..512].copy_from_slice(header.as_bytes());
+        block
+    };
+    let kept = archive(&[
+        read_only(entry(EntryType::Directory, b"kept", b"", b""), 0o555),
+        read_only(entry(EntryType::Directory, b"kept/deep", b"", b""), 0o500),
+        entry(EntryType::Regular, b"kept/deep/file", b"", b"1234"),
+    ]);
     let archive = place.pack(&tree);
     let mut ask = |path: &Path, request: fn(Unpack) -> FilesRequest, archive: &[u8]| {
         let path = path.as_os_str().as_bytes().to_vec().into();
@@ -461,6 +475,11 @@ fn a_user_unpacks_and_packs_with_their_own_rights() {
     let described = described(&theirs.join("sub"));
     assert!(described.len() > 15, "{described:?}");
     assert!(described.iter().all(|line| line.contains(" 1234:1234 ")), "{described:?}");
+    let unpacked = ask(&theirs.join("tools"), FilesRequest::Unpack, &kept);
+    assert!(matches!(unpacked, Reply::Files(FilesReply::Unpacked { .. })), "{unpacked:?}");
+    let mode = |name: &str| fs::metadata(theirs.join(name)).unwrap().permissions().mode() & 0o777;
+    assert_eq!((mode("tools/kept"), mode("tools/kept/deep")), (0o555, 0o500));
+    assert_eq!(fs::read(theirs.join("tools/kept/deep/file")).unwrap(), b"1234");
     let refused = ask(&tree.join("sub"), FilesRequest::Unpack, &archive);
     assert!(
         matches!(&refused, Reply::Failed(failure) if failure.code == ErrorCode::Denied),

@@ -392,7 +392,7 @@ fn a_watch_ends_with_what_it_watches() {
 #[test]
 fn a_watch_that_nobody_reads_tells_that_it_missed_something() {
     let mut place = Place::new();
-    let mut watch = Watch::begin(&mut place, "", false);
+    let mut watch = Watch::begin(&mut place, "", true);
     let most: u64 = fs::read_to_string("/proc/sys/fs/inotify/max_queued_events")
         .unwrap()
         .trim()
@@ -408,6 +408,11 @@ fn a_watch_that_nobody_reads_tells_that_it_missed_something() {
             fs::remove_file(path).unwrap();
         }
     }
+    // Of this, too, nobody is told; it is watched all the same.
+    fs::create_dir_all(place.path("lost/deep")).unwrap();
     while watch.next(&mut place).what != What::Overflow {}
     assert_eq!(place.client.call(&Request::Ping), Reply::Done);
+    let found = place.path("lost/deep/found");
+    fs::write(&found, "").unwrap();
+    watch.until(&mut place, What::Created, &found);
 }

@@ -35,11 +35,19 @@ pub(crate) struct Unpacker {
     is_root: bool,
     parser: Parser,
     member: Option<Open>,
-    /// Their times are set when nothing more is put into them.
-    directories: Vec<(Vec<u8>, Timestamps)>,
+    /// What is set when nothing more is put into them.
+    directories: Vec<Later>,
     directory_names: usize,
     entries: u64,
     bytes: u64,
+}
+
+/// What a directory gets at the end.
+struct Later {
+    path: Vec<u8>,
+    times: Timestamps,
+    /// Of one that its owner may not write to: root alone could put something into it.
+    mode: Option<u32>,
 }
 
 /// The member whose content comes.
@@ -97,7 +105,10 @@ impl Unpacker {
                     Ok(Some(Event::End)) => self.finish_member(),
                     Err(malformed) => Err(self.malformed(malformed)),
                 };
-                done.map_err(|failure| self.with_what_is_there(failure))?;
+                if let Err(failure) = done {
+                    self.set_later(&[]);
+                    return Err(self.with_what_is_there(failure));
+                }
             }
         }
         Ok(())
@@ -108,7 +119,7 @@ impl Unpacker {
         if !self.parser.is_over() {
             return Err(self.with_what_is_there(self.malformed(Malformed::Short)));
         }
-        self.set_times(&[]);
+        self.set_later(&[]);
         syncfs(self.target.directory())
             .map_err(|error| failed("unpack into", &self.target.path, error))
             .map_err(|failure| self.with_what_is_there(failure))?;
@@ -206,8 +217,18 @@ impl Unpacker {
             Kind::HardLink(link) => {
                 let to = Target::parts(link)?;
                 if to != parts {
-                    let original =
-                        self.target.find(&to, OFlags::PATH | OFlags::NOFOLLOW).map_err(fail)?;
+                    let original = self.target.find(&to, OFlags::PATH | OFlags::NOFOLLOW);
+                    let original = original.map_err(|error| match error {
+                        Errno::NOENT => refuse(
+                            ErrorCode::Invalid,
+                            format!(
+                                "unpack {}: it is another name of {}, which is not there",
+                                shown(&member.name),
+                                shown(link)
+                            ),
+                        ),
+                        error => fail(error),
+                    })?;
                     self.target.has_changed(&parts);
                     let parent = self.target.parent(&parts).map_err(fail)?;
                     replace(parent, name, || name_again(&original, parent, name)).map_err(fail)?;
@@ -253,40 +274,46 @@ impl Unpacker {
     fn adorn_directory(&mut self, member: &Member, parts: &[&[u8]]) -> Result<(), Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW;
         let directory = self.target.find(parts, flags)?;
-        match adorn(&directory, member, self.owner_of(member)) {
+        let is_open = self.is_root || member.mode & 0o700 == 0o700;
+        let mode = if is_open { member.mode } else { member.mode | 0o700 };
+        match adorn(&directory, mode, self.owner_of(member)) {
             // Somebody else's, that was there before.
             Err(Errno::PERM) if !self.is_root && self.owner.is_none() => return Ok(()),
             adorned => adorned?,
         }
         let path = parts.join(&b'/');
         if self.directory_names > HELD_NAMES {
-            self.set_times(&path);
+            self.set_later(&path);
         }
-        self.directory_names += path.len() + size_of::<(Vec<u8>, Timestamps)>();
-        self.directories.push((path, times(member)));
+        self.directory_names += path.len() + size_of::<Later>();
+        let mode = (!is_open).then_some(member.mode);
+        self.directories.push(Later { path, times: times(member), mode });
         Ok(())
     }
 
     /// Of all directories but those above `next`.
-    fn set_times(&mut self, next: &[u8]) {
+    fn set_later(&mut self, next: &[u8]) {
         let is_above = |path: &[u8]| {
             next.strip_prefix(path)
                 .is_some_and(|rest| path.is_empty() || rest.first() == Some(&b'/'))
         };
         let all = std::mem::take(&mut self.directories);
         let (kept, done): (Vec<_>, Vec<_>) =
-            all.into_iter().partition(|(path, _)| !next.is_empty() && is_above(path));
+            all.into_iter().partition(|one| !next.is_empty() && is_above(&one.path));
         // What is deeper was put there later.
-        for (path, times) in done.iter().rev() {
+        for Later { path, times, mode } in done.iter().rev() {
             let parts: Vec<&[u8]> =
                 path.split(|&byte| byte == b'/').filter(|part| !part.is_empty()).collect();
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW;
             // It may have been moved away meanwhile.
             if let Ok(directory) = self.target.find(&parts, flags) {
-                let _ = futimens(directory, times);
+                let _ = futimens(&directory, times);
+                if let Some(mode) = mode {
+                    let _ = fchmod(directory, Mode::from_raw_mode(*mode));
+                }
             }
         }
-        self.directory_names = kept.iter().map(|(path, _)| path.len()).sum();
+        self.directory_names = kept.iter().map(|one| one.path.len()).sum();
         self.directories = kept;
     }
 
@@ -313,7 +340,7 @@ impl Unpacker {
             if open.written < open.member.size {
                 ftruncate(&unfinished.file, open.member.size).map_err(fail)?;
             }
-            adorn(&unfinished.file, &open.member, owner).map_err(fail)?;
+            adorn(&unfinished.file, open.member.mode, owner).map_err(fail)?;
             futimens(&unfinished.file, &times(&open.member)).map_err(fail)?;
             unfinished.is_finished = true;
             self.bytes += open.member.size;
@@ -342,12 +369,12 @@ fn replace<T>(
 }
 
 /// Owner and mode. The change of owner takes set-uid bits away, so it comes first.
-fn adorn(file: impl AsFd, member: &Member, owner: Option<(u32, u32)>) -> Result<(), Errno> {
+fn adorn(file: impl AsFd, mode: u32, owner: Option<(u32, u32)>) -> Result<(), Errno> {
     if let Some(owner) = owner {
         let (user, group) = ids(owner);
         fchown(&file, user, group)?;
     }
-    fchmod(&file, Mode::from_raw_mode(member.mode))
+    fchmod(&file, Mode::from_raw_mode(mode))
 }
 
 /// `u32::MAX` would mean "as it is"; such a user cannot be.
