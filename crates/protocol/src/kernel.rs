@@ -65,6 +65,8 @@ pub enum KernelState {
     Busy,
     /// It ended by itself.
     Dead,
+    /// It was ended as there was no memory left.
+    OutOfMemory,
 }
 
 /// In the order in which they happened. The last is [`KernelEvent::Ready`], [`KernelEvent::Ended`] or

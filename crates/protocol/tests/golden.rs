@@ -281,8 +281,8 @@ fn replies() -> Vec<(Reply, &'static str)> {
         (Reply::Listeners(vec![listener]), "0a01903f007f00000101ac0207707974686f6e33"),
         (Reply::Files(FilesReply::Packing), "0f01"),
         (
-            Reply::Kernels(vec![kernel(KernelState::Starting), kernel(KernelState::Dead)]),
-            "0b02016b017200016b017203",
+            Reply::Kernels(vec![kernel(KernelState::Starting), kernel(KernelState::OutOfMemory)]),
+            "0b02016b017200016b017204",
         ),
         (Reply::TerminalAttached { offset: 300 }, "0cac02"),
         (Reply::TerminalEnded { exit_code: 129 }, "0d8202"),

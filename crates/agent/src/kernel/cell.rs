@@ -113,6 +113,7 @@ pub(super) struct Running {
     pub(super) deadline: Option<Instant>,
     pub(super) answered: Option<Instant>,
     pub(super) idle: Option<Instant>,
+    pub(super) leaves: bool,
     has_failed: bool,
     pub(super) timed_out: Option<Instant>,
     pub(super) interrupts: u32,
@@ -137,6 +138,7 @@ impl Running {
             deadline: waiting.deadline,
             answered: None,
             idle: None,
+            leaves: false,
             has_failed: false,
             timed_out: None,
             interrupts: 0,
@@ -187,7 +189,12 @@ impl Running {
             text
         };
         self.has_failed = true;
-        let traceback = if traceback.is_empty() { format!("{name}: {value}") } else { traceback };
+        let traceback = match (traceback.is_empty(), name.is_empty()) {
+            (false, _) => traceback,
+            (true, false) => format!("{name}: {value}"),
+            // A shell's: its exit code.
+            (true, true) => value.clone(),
+        };
         self.answer.say(&KernelEvent::Error {
             name: cut(name),
             value: cut(value),

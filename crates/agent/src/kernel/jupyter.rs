@@ -26,6 +26,8 @@ pub(super) enum Said {
     /// An answer to a request.
     Answer {
         is_ok: bool,
+        /// The cell has asked its kernel to end, which it does in a moment.
+        leaves: bool,
     },
     /// One that was too long to be taken.
     TooLong,
@@ -74,7 +76,13 @@ pub(super) fn understand(message: Message) -> anyhow::Result<(String, Said)> {
         | "update_display_data"
         | "error"
         | "status" => of_content(kind, &part(5)?),
-        kind if kind.ends_with("_reply") => Said::Answer { is_ok: part(5)?["status"] == "ok" },
+        kind if kind.ends_with("_reply") => {
+            let content = part(5)?;
+            let mut payload = content["payload"].as_array().into_iter().flatten();
+            let leaves =
+                payload.any(|one| one["source"] == "ask_exit" && one["keepkernel"] != true);
+            Said::Answer { is_ok: content["status"] == "ok", leaves }
+        }
         _ => Said::Other,
     };
     Ok((parent["msg_id"].as_str().unwrap_or_default().to_owned(), said))
@@ -191,8 +199,11 @@ mod tests {
         assert_eq!(said("status", &json!({ "execution_state": "idle" })), Said::Idle);
         assert_eq!(
             said("execute_reply", &json!({ "status": "error" })),
-            Said::Answer { is_ok: false }
+            Said::Answer { is_ok: false, leaves: false }
         );
+        let exit =
+            json!({ "status": "ok", "payload": [{ "source": "ask_exit", "keepkernel": false }] });
+        assert_eq!(said("execute_reply", &exit), Said::Answer { is_ok: true, leaves: true });
         assert_eq!(understand(None).unwrap().1, Said::TooLong);
     }
 }

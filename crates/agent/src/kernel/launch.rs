@@ -16,6 +16,7 @@ use rustix::pipe::{PipeFlags, pipe_with};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use serde_json::{Value, json};
 
+use super::HOME;
 use super::channel::{self, Start};
 use super::jupyter::{self, Request, Said};
 use super::specifications::{self, Specification};
@@ -68,6 +69,7 @@ struct Begun {
 }
 
 pub(super) fn launch(start: &Start, nursery: Option<OwnedFd>) -> Result<Kernel, Failure> {
+    check_directory(start)?;
     let directory = super::directory(std::process::id());
     let files =
         set_up(&directory).map_err(|error| fail("make a directory for the kernel", error))?;
@@ -87,6 +89,21 @@ pub(super) fn launch(start: &Start, nursery: Option<OwnedFd>) -> Result<Kernel, 
     let interrupt = specification.and_then(|specification| specification.interrupt_mode);
     let interrupt_by_message = interrupt.as_deref() == Some("message");
     begun.connect(&start.language, &directory, interrupt_by_message)
+}
+
+/// A home that nobody made is no reason not to begin; what was asked for is.
+pub(super) fn check_directory(start: &Start) -> Result<(), Failure> {
+    let given = path_of(&start.directory);
+    if start.directory[..] == *HOME || given.is_dir() {
+        return Ok(());
+    }
+    let message = format!("the working directory {}: there is no such directory", given.display());
+    Err(refuse(ErrorCode::Invalid, message))
+}
+
+fn path_of(bytes: &[u8]) -> &Path {
+    use std::os::unix::ffi::OsStrExt;
+    Path::new(std::ffi::OsStr::from_bytes(bytes))
 }
 
 fn no_kernel(language: &str) -> Failure {
@@ -150,7 +167,7 @@ fn fork(nursery: OwnedFd, start: &Start, connection_file: &Path) -> Option<Begun
         .collect();
     let request = json!({
         "connection_file": connection_file, "environment": environment, "group": own_group(),
-        "directory": String::from_utf8_lossy(&start.directory),
+        "directory": directory_of(start).to_string_lossy(),
     });
     let descriptors =
         [nowhere.as_fd(), their_stdout.as_fd(), their_stderr.as_fd(), their_ready.as_fd()];
@@ -228,11 +245,9 @@ fn begin(
     Ok(Begun { process, pidfd, origin: Origin::Own(child), stdout, stderr, ready })
 }
 
-/// A home that nobody made is no reason not to begin.
-fn directory_of(start: &Start) -> PathBuf {
-    use std::os::unix::ffi::OsStrExt;
-    let wanted = Path::new(std::ffi::OsStr::from_bytes(&start.directory)).to_owned();
-    if wanted.is_dir() { wanted } else { PathBuf::from("/") }
+fn directory_of(start: &Start) -> &Path {
+    let wanted = path_of(&start.directory);
+    if wanted.is_dir() { wanted } else { Path::new("/") }
 }
 
 fn wait_readable(descriptor: impl AsFd, end: Instant) -> Option<()> {
@@ -263,8 +278,8 @@ impl Begun {
                 return Err(self.never_began(language));
             }
         }
-        let end = Instant::now() + ANSWERS;
-        // Whoever says nothing of it is looked for.
+        // Whoever says nothing of it is looked for, and may still have to import what it needs.
+        let end = Instant::now() + if self.ready.is_some() { ANSWERS } else { LAUNCH };
         while !socket(directory, "shell").exists() || !socket(directory, "iopub").exists() {
             let mut ended = [PollFd::new(&self.pidfd, PollFlags::IN)];
             let has_ended = poll(&mut ended, LOOK.try_into().ok().as_ref()) == Ok(1);
@@ -297,6 +312,7 @@ impl Begun {
             interrupt_by_message,
             last: 0,
         };
+        let end = Instant::now() + ANSWERS;
         kernel.meet(end).map_err(|error| fail("talk to the kernel", format!("{error:#}")))?;
         Ok(kernel)
     }

@@ -27,6 +27,9 @@ pub(crate) mod exit {
     pub(crate) const OVER: i32 = 0;
 }
 
+/// Where a session begins unless somebody wants it elsewhere.
+pub(crate) const HOME: &[u8] = b"/root";
+
 /// The first argument of the agent's program as such a process.
 pub(crate) const ARGUMENT: &str = "kernel";
 

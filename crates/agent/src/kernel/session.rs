@@ -24,6 +24,8 @@ const INTERRUPT_AGAIN: Duration = Duration::from_millis(INTERRUPT_GRACE_MS / 2);
 const GIVE_UP: Duration = Duration::from_millis(INTERRUPT_GRACE_MS);
 /// A kernel that rests without an answer to its request was interrupted while it was about to give one.
 const ANSWER_PATIENCE: Duration = Duration::from_secs(1);
+/// A kernel that was asked to end by its own cell has so long before the next cell is given to it.
+const LEAVE: Duration = Duration::from_secs(10);
 /// To settle in is a cell of a moment.
 const SETTLE: Duration = Duration::from_secs(30);
 /// For those who read the last answers.
@@ -39,6 +41,8 @@ struct Session {
     /// Standard output and error: one that is closed by everybody is not watched.
     is_open: [bool; 2],
     told_busy: Option<bool>,
+    /// Until then the kernel's end is waited for.
+    leaves: Option<Instant>,
 }
 
 /// Why the loop ends.
@@ -47,6 +51,8 @@ enum Over {
     Left,
     Died,
     Restart,
+    /// The kernel that was there does not do.
+    NotBegun,
 }
 
 pub(super) fn run() -> anyhow::Result<i32> {
@@ -75,6 +81,7 @@ pub(super) fn run() -> anyhow::Result<i32> {
         buffer: vec![0; 64 << 10],
         is_open: [true; 2],
         told_busy: None,
+        leaves: None,
     };
     session.tell_state(&calls);
     let over = session.serve(&calls).unwrap_or_else(|error| {
@@ -91,6 +98,7 @@ pub(super) fn run() -> anyhow::Result<i32> {
             session.end_all(&CellEnd::Died { how });
             exit::DEAD
         }
+        Over::NotBegun => exit::NOT_BEGUN,
         Over::Restart => {
             session.end_all(&CellEnd::Restarted);
             exit::RESTART
@@ -169,7 +177,11 @@ impl Session {
             }
             loop {
                 match take_call(calls)? {
-                    Taken::Call(call) => self.take(*call)?,
+                    Taken::Call(call) => {
+                        if let Some(over) = self.take(*call)? {
+                            return Ok(over);
+                        }
+                    }
                     Taken::Nothing => break,
                     Taken::End => return Ok(Over::Left),
                 }
@@ -228,7 +240,7 @@ impl Session {
             [rest, stop].into_iter().flatten().min()
         });
         let waiting = self.waiting.iter().filter_map(|waiting| waiting.deadline);
-        waiting.chain(running).min()
+        waiting.chain(running).chain(self.leaves).min()
     }
 
     fn has_ended(&self) -> bool {
@@ -279,23 +291,28 @@ impl Session {
     }
 
     fn answered(&mut self, parent: &str, said: &Said) {
-        if let (Some(running), Said::Answer { is_ok }) = (&mut self.running, said)
+        if let (Some(running), Said::Answer { is_ok, leaves }) = (&mut self.running, said)
             && running.id == parent
         {
             running.answered = Some(Instant::now());
+            running.leaves = *leaves;
             if !is_ok {
                 running.failed();
             }
         }
     }
 
-    fn take(&mut self, (call, socket, _): Called) -> anyhow::Result<()> {
+    fn take(&mut self, (call, socket, _): Called) -> anyhow::Result<Option<Over>> {
         match call {
             Call::Start(start) => {
                 let settled = self.settle(&start)?;
+                let is_settled = settled.is_ok();
                 let mut answer = Answer::new(socket);
                 answer.say(&settled.map_or_else(KernelEvent::Failed, |()| KernelEvent::Ready));
                 self.answers.push(answer);
+                // It is whoever asked that has it now.
+                self.told_busy = None;
+                return Ok((!is_settled).then_some(Over::NotBegun));
             }
             Call::Run(run) if self.waiting.len() >= MOST_WAITING => {
                 let mut answer = Answer::new(socket);
@@ -304,11 +321,12 @@ impl Session {
             }
             Call::Run(run) => self.waiting.push_back(Waiting::new(socket, run)),
         }
-        Ok(())
+        Ok(None)
     }
 
     fn begin_next(&mut self) -> anyhow::Result<()> {
-        if self.running.is_some() {
+        self.leaves.take_if(|until| *until <= Instant::now());
+        if self.running.is_some() || self.leaves.is_some() {
             return Ok(());
         }
         if let Some(waiting) = self.waiting.pop_front() {
@@ -338,6 +356,7 @@ impl Session {
         }
         if let Some(mut running) = self.running.take() {
             running.finish();
+            self.leaves = running.leaves.then(|| Instant::now() + LEAVE);
             self.answers.push(running.answer);
         }
     }
@@ -370,6 +389,9 @@ impl Session {
 
     /// A kernel that began before its session did takes over the session's environment and directory.
     fn settle(&mut self, start: &Start) -> anyhow::Result<Result<(), Failure>> {
+        if let Err(failure) = launch::check_directory(start) {
+            return Ok(Err(failure));
+        }
         let environment: serde_json::Map<String, serde_json::Value> = start
             .environment
             .iter()
@@ -398,7 +420,7 @@ impl Session {
             }
             anyhow::ensure!(self.kernel.shell.fill()?, "the kernel has closed its socket");
             while let Some(message) = self.kernel.shell.next() {
-                if let (parent, Said::Answer { is_ok }) = jupyter::understand(message)?
+                if let (parent, Said::Answer { is_ok, .. }) = jupyter::understand(message)?
                     && parent == id
                 {
                     let message = "the kernel could not take over the session's environment";

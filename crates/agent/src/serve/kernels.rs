@@ -17,11 +17,10 @@ use crate::exec::command::{self, Plan, Wanted};
 use crate::failure::{failed, refuse};
 use crate::files::path;
 use crate::kernel::channel::{self, Call, Start};
-use crate::kernel::{self, RENEW, exit};
+use crate::kernel::{self, HOME, RENEW, exit};
 
 /// Each is a language with its libraries in memory.
 const MOST_SESSIONS: usize = 64;
-const HOME: &[u8] = b"/root";
 const PYTHON: &str = "python";
 
 #[derive(Default)]
@@ -75,7 +74,8 @@ impl Kernels {
                 State::Beginning | State::Starting => KernelState::Starting,
                 State::Idle => KernelState::Idle,
                 State::Busy => KernelState::Busy,
-                State::Dead { .. } => KernelState::Dead,
+                State::Dead { for_memory: false } => KernelState::Dead,
+                State::Dead { for_memory: true } => KernelState::OutOfMemory,
             },
         };
         all.into_iter().map(status).collect()
@@ -148,7 +148,7 @@ impl Server {
             self.kernels.spare.take_if(|spare| language == PYTHON && spare.state == State::Idle);
         let session = match spare {
             Some(mut spare) => {
-                spare.start = start;
+                (spare.start, spare.state) = (start, State::Beginning);
                 let call = Call::Start(spare.start.clone());
                 self.hand_over(&spare, &call, None, Some(stream))?;
                 spare
@@ -251,7 +251,9 @@ impl Server {
         let waiting = std::mem::take(&mut session.waiting);
         self.wake_spare_kernel();
         let session = self.begin_session(start, Some(stream))?;
-        self.kernels.sessions.insert(id.to_owned(), Session { number, ..session });
+        // One that cannot begin again is dead, and may be begun again later.
+        let session = Session { number, state: State::Starting, ..session };
+        self.kernels.sessions.insert(id.to_owned(), session);
         self.kill_own(old);
         self.send_again(waiting);
         Ok(())

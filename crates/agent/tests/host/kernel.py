@@ -87,7 +87,12 @@ while True:
     say = lambda kind, content: send(iopub, kind, parent, content)
     names["show"] = lambda data: say("display_data", {"data": data, "metadata": {}})
     say("status", {"execution_state": "busy"})
-    status = "ok"
+    status, payload = "ok", []
+    # As ipykernel does on `exit()`: the cell succeeds, and the kernel ends in a moment.
+    names["leave"] = lambda: (
+        payload.append({"source": "ask_exit", "keepkernel": False}),
+        threading.Timer(0.3, os._exit, [0]).start(),
+    )
     if parent["msg_type"] == "execute_request":
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -106,5 +111,5 @@ while True:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
         sys.stderr.flush()
-    send(shell, parent["msg_type"].replace("_request", "_reply"), parent, {"status": status})
+    send(shell, parent["msg_type"].replace("_request", "_reply"), parent, {"status": status, "payload": payload})
     say("status", {"execution_state": "idle"})

@@ -246,6 +246,36 @@ fn a_dead_kernel_says_so_and_can_be_restarted() {
 }
 
 #[test]
+fn a_cell_is_not_given_to_a_kernel_that_is_about_to_end() {
+    let mut interpreter = Interpreter::with_session("a");
+    let last = interpreter.begin("a", "leave()", 0);
+    let next = interpreter.begin("a", "1", 0);
+    assert_eq!(interpreter.said(last).ended(), &CellEnd::Finished);
+    assert_eq!(interpreter.said(next).code(), ErrorCode::Conflict);
+    interpreter.client.wait_until("the session is dead", |client| {
+        matches!(client.call(&Request::KernelList), Reply::Kernels(all) if all[0].state == KernelState::Dead)
+    });
+}
+
+#[test]
+fn a_directory_that_is_not_there_is_refused() {
+    let mut interpreter = Interpreter::start();
+    let start = KernelStart {
+        id: "a".to_owned(),
+        language: "test".to_owned(),
+        environment: interpreter.environment.clone(),
+        working_directory: Some(b"/nowhere".to_vec().into()),
+    };
+    let stream = interpreter.client.open(&Request::KernelStart(start));
+    let said = interpreter.said(stream);
+    assert_eq!(said.code(), ErrorCode::Invalid);
+    assert!(said.failed.unwrap().message.contains("/nowhere"));
+    interpreter.client.wait_until("nothing is left", |client| {
+        client.call(&Request::KernelList) == Reply::Kernels(Vec::new())
+    });
+}
+
+#[test]
 fn a_session_ends_with_all_that_it_has_begun() {
     let mut interpreter = Interpreter::with_session("a");
     let code = "__import__('subprocess').Popen(['sleep', '1000']).pid";
