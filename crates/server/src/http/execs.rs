@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use api::{AccountId, ErrorCode, ExecRequest, ExecResult, SandboxId};
+use api::{ErrorCode, ExecRequest, ExecResult};
 use axum::{
     body::Body,
     extract::State,
@@ -17,6 +17,7 @@ use serde_json::{Map, Value, json};
 use super::{
     body::{Id, Kept, ok},
     edge::Refusal,
+    place::Place,
     sse::{self, Characters},
     stopping::Lasting,
 };
@@ -49,12 +50,6 @@ const TIMED_OUT: &str = "command timed out: deadline exceeded";
 const TIMED_OUT_EVENT: &str = "command timed out: deadline exceeded (timeout)";
 
 /// Who runs it where: enough to say what became of the sandbox when it is lost.
-struct Place {
-    app: Arc<App>,
-    account: AccountId,
-    sandbox: SandboxId,
-}
-
 /// Runs a command to its end. An answer that takes long begins with white space.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec", tag = "execs", params(("id" = String, Path,)), request_body = ExecRequest,
     responses((status = 200, body = ExecResult), (status = 504, description = "Timed out; the body has what was printed until then")))]
@@ -259,10 +254,6 @@ impl Place {
     fn lost(&self, error: Error) -> Error {
         self.app.metrics.exec_ended(ExecEnd::Lost);
         self.explain(error)
-    }
-
-    fn explain(&self, error: Error) -> Error {
-        self.app.sandboxes.explain(&self.account, &self.sandbox, error)
     }
 }
 

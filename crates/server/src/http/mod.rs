@@ -21,6 +21,7 @@ mod logs;
 mod machine_execs;
 mod machines;
 mod networks;
+mod place;
 mod ports;
 mod proxy;
 mod query;

@@ -2,10 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use api::{
-    AccountId, CodeOutput, CodeResult, CodeSession, CreateCodeSession, ErrorCode, RunCode,
-    SandboxId,
-};
+use api::{CodeOutput, CodeResult, CodeSession, CreateCodeSession, ErrorCode, RunCode};
 use axum::{
     body::Body,
     extract::State,
@@ -20,6 +17,7 @@ use serde_json::{Map, Value, json};
 use super::{
     body::{Id, InMachine, Input, Kept, Output, ok},
     edge::Refusal,
+    place::Place,
     sse::{self, Characters},
     stopping::Lasting,
 };
@@ -46,18 +44,6 @@ const TIMED_OUT: &str =
     "the cell timed out: deadline exceeded (timeout); it was interrupted, and the session goes on";
 const STUCK: &str = "the cell timed out: deadline exceeded (timeout); it was told to stop and has not yet, and if it goes on its kernel is restarted";
 const RESTARTED: &str = "the cell timed out: deadline exceeded (timeout); it took no notice of its interrupt, so its kernel was restarted and the session's state is lost";
-
-struct Place {
-    app: Arc<App>,
-    account: AccountId,
-    sandbox: SandboxId,
-}
-
-impl Place {
-    fn explain(&self, error: Error) -> Error {
-        self.app.sandboxes.explain(&self.account, &self.sandbox, error)
-    }
-}
 
 /// Begins a session of a language. A template with Python's kernel has one standing ready.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/repl/sessions", tag = "interpreter", params(("id" = String, Path,)),

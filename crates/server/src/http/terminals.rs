@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use api::{AccountId, ErrorCode, SandboxId, TerminalControl, TerminalId, TerminalList};
+use api::{ErrorCode, TerminalControl, TerminalId, TerminalList};
 use axum::{
     extract::{
         State, WebSocketUpgrade,
@@ -30,6 +30,7 @@ use tokio_tungstenite::tungstenite;
 
 use super::{
     body::{Id, InMachine, Output, ok},
+    place::Place,
     query::Query,
     upgrades::{Upgraded, Upgrades},
 };
@@ -163,18 +164,6 @@ pub(super) async fn end(
     let ended = running.end_terminal(terminal).await;
     ended.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
     Ok(StatusCode::NO_CONTENT)
-}
-
-struct Place {
-    app: Arc<App>,
-    account: AccountId,
-    sandbox: SandboxId,
-}
-
-impl Place {
-    fn explain(&self, error: Error) -> Error {
-        self.app.sandboxes.explain(&self.account, &self.sandbox, error)
-    }
 }
 
 /// Whatever can be refused is refused before the connection becomes a WebSocket.

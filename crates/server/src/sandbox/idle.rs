@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use machine::guest::{ExecState, Reply, Request};
+use machine::guest::{ExecState, KernelState, Reply, Request};
 
 use super::{
     Sandboxes,
@@ -80,9 +80,16 @@ fn limit_and_unused(entry: &Entry) -> Option<(Duration, Duration)> {
     limit.map(Duration::from_secs).zip(entry.usage.unused_for())
 }
 
-/// Also those that nobody watches, and terminals that somebody may come back to. A guest that does not say is left alone.
+/// Also those that nobody watches, cells, and terminals that somebody may come back to. A guest that does not say is left
+/// alone.
 async fn runs_commands(entry: &Entry) -> bool {
     let Some(guest) = entry.guest() else { return true };
+    match guest.call(Request::KernelList, ANSWER).await {
+        Ok(Reply::Kernels(all)) if !all.iter().any(|one| one.state == KernelState::Busy) => {}
+        // From before there were kernels.
+        Err(machine::Error::OldAgent { .. }) => {}
+        Ok(_) | Err(_) => return true,
+    }
     match guest.call(Request::TerminalList, ANSWER).await {
         Ok(Reply::Terminals(all)) if all.iter().all(|one| one.exit_code.is_some()) => {}
         // From before there were terminals.

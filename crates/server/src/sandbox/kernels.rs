@@ -5,8 +5,9 @@ use std::{sync::Arc, time::Duration};
 
 use api::{CodeSession, CodeSessionStatus, CreateCodeSession, ErrorCode, RunCode};
 use machine::guest::{
-    self, Event, Guest, KernelEvent, KernelRun, KernelStart, KernelState, Reply, Request, Stream,
-    kernel::Events,
+    self, CellEnd, Event, Guest, KernelEvent, KernelRun, KernelStart, KernelState, Reply, Request,
+    Stream,
+    kernel::{Events, KernelEnd},
 };
 use serde_bytes::ByteBuf;
 use uuid::Uuid;
@@ -26,12 +27,18 @@ const LONGEST_CODE: usize = 3 << 20;
 const LONGEST_LANGUAGE: usize = 64;
 const LONGEST_PATH: usize = 4096;
 const LONGEST_TIMEOUT_MS: u64 = 86_400_000;
+/// From the end of a session's process to what the guest knows of it.
+const KNOWN_AFTER: Duration = Duration::from_secs(10);
+const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The kernel's own words, when it could not begin.
 const ENDED: &str = "the kernel of this session ended before it had answered; restart it with POST …/repl/sessions/{id}/restart";
 
 /// Follows a cell. Dropping it ends the watching, not the cell.
 pub struct CellWatch {
     watched: Option<Watched>,
+    guest: Guest,
+    session: String,
+    began: tokio::time::Instant,
 }
 
 struct Watched {
@@ -46,7 +53,7 @@ impl Running {
     /// # Errors
     /// 400 where the sandbox has no kernel for the language, with a way to get one.
     pub async fn create_session(&self, request: CreateCodeSession) -> Result<CodeSession, Error> {
-        let language = request.language.unwrap_or_else(|| "python".to_owned());
+        let language = request.language.map_or_else(|| "python".to_owned(), |given| plain(&given));
         if language.is_empty()
             || language.len() > LONGEST_LANGUAGE
             || language.contains(['\0', '/'])
@@ -89,11 +96,7 @@ impl Running {
     /// # Errors
     /// The guest does not answer.
     pub async fn sessions(&self) -> Result<Vec<CodeSession>, Error> {
-        let reply = self.guest.call(Request::KernelList, CALL_DEADLINE).await?;
-        let Reply::Kernels(kernels) = reply else {
-            return Err(misbehaved("a list of sessions was something else"));
-        };
-        Ok(kernels.into_iter().map(shown).collect())
+        Ok(kernels(&self.guest).await?.into_iter().map(shown).collect())
     }
 
     /// All that it has begun ends with it.
@@ -129,7 +132,12 @@ impl Running {
             .map(|limit| tokio::time::Instant::now() + Duration::from_millis(limit) + PATIENCE);
         let in_use = self.in_use.clone();
         let events = Events::default();
-        Ok(CellWatch { watched: Some(Watched { stream, events, deadline, _in_use: in_use }) })
+        Ok(CellWatch {
+            watched: Some(Watched { stream, events, deadline, _in_use: in_use }),
+            guest: self.guest.clone(),
+            session: session.to_owned(),
+            began: tokio::time::Instant::now(),
+        })
     }
 }
 
@@ -156,15 +164,25 @@ async fn started(guest: &Guest, request: Request) -> Result<(), Error> {
         _in_use: None,
     };
     match watch.next().await? {
-        KernelEvent::Ready => Ok(()),
-        KernelEvent::Failed(failure) => Err(failure.into()),
-        KernelEvent::Stdout(_)
-        | KernelEvent::Stderr(_)
-        | KernelEvent::Result(_)
-        | KernelEvent::Error { .. }
-        | KernelEvent::TimedOut
-        | KernelEvent::Ended(_) => Err(misbehaved("a session did not begin with its start")),
+        None => Err(Error::conflict(ENDED)),
+        Some(KernelEvent::Ready) => Ok(()),
+        Some(KernelEvent::Failed(failure)) => Err(failure.into()),
+        Some(
+            KernelEvent::Stdout(_)
+            | KernelEvent::Stderr(_)
+            | KernelEvent::Result(_)
+            | KernelEvent::Error { .. }
+            | KernelEvent::TimedOut
+            | KernelEvent::Ended(_),
+        ) => Err(misbehaved("a session did not begin with its start")),
     }
+}
+
+async fn kernels(guest: &Guest) -> Result<Vec<guest::kernel::KernelStatus>, Error> {
+    let Reply::Kernels(kernels) = guest.call(Request::KernelList, CALL_DEADLINE).await? else {
+        return Err(misbehaved("a list of sessions was something else"));
+    };
+    Ok(kernels)
 }
 
 fn shown(kernel: guest::kernel::KernelStatus) -> CodeSession {
@@ -172,9 +190,17 @@ fn shown(kernel: guest::kernel::KernelStatus) -> CodeSession {
         KernelState::Starting => CodeSessionStatus::Starting,
         KernelState::Idle => CodeSessionStatus::Idle,
         KernelState::Busy => CodeSessionStatus::Busy,
-        KernelState::Dead => CodeSessionStatus::Dead,
+        KernelState::Dead | KernelState::OutOfMemory => CodeSessionStatus::Dead,
     };
     CodeSession { id: kernel.id, language: kernel.language, status }
+}
+
+/// The name under which the guest has it, too.
+fn plain(language: &str) -> String {
+    match language.to_lowercase() {
+        python if matches!(python.as_str(), "python3" | "py") => "python".to_owned(),
+        other => other,
+    }
 }
 
 fn no_session() -> Error {
@@ -189,7 +215,11 @@ impl CellWatch {
     /// `None` after the last event. May be dropped and called again without losing an event.
     pub async fn next(&mut self) -> Option<Result<KernelEvent, Error>> {
         let watched = self.watched.as_mut()?;
-        let outcome = watched.next().await;
+        let outcome = match watched.next().await {
+            Ok(Some(event)) => Ok(event),
+            Ok(None) => self.why_ended().await.map(KernelEvent::Ended),
+            Err(error) => Err(error),
+        };
         let is_last = match &outcome {
             Ok(KernelEvent::Ended(_) | KernelEvent::Failed(_) | KernelEvent::Ready) | Err(_) => {
                 true
@@ -212,6 +242,36 @@ impl CellWatch {
     }
 }
 
+impl CellWatch {
+    /// Of a cell whose session ended with all its processes, before any of them could say a word.
+    async fn why_ended(&self) -> Result<KernelEnd, Error> {
+        let until = tokio::time::Instant::now() + KNOWN_AFTER;
+        let end = loop {
+            let all = kernels(&self.guest).await?;
+            let session = all.into_iter().find(|kernel| kernel.id == self.session);
+            match session.map(|kernel| kernel.state) {
+                None => return Err(Error::conflict("the session was deleted while the cell ran")),
+                Some(KernelState::OutOfMemory) => {
+                    break CellEnd::Died { how: "as the sandbox was out of memory".to_owned() };
+                }
+                Some(KernelState::Dead) => {
+                    break CellEnd::Died { how: "with everything in its session".to_owned() };
+                }
+                Some(KernelState::Starting) => break CellEnd::Restarted,
+                // Not noticed yet, or it has begun anew already.
+                Some(KernelState::Idle | KernelState::Busy) => {
+                    if tokio::time::Instant::now() > until {
+                        break CellEnd::Restarted;
+                    }
+                }
+            }
+            tokio::time::sleep(LOOK_EVERY).await;
+        };
+        let duration_ms = u64::try_from(self.began.elapsed().as_millis()).unwrap_or(u64::MAX);
+        Ok(KernelEnd { end, timed_out: false, truncated: false, duration_ms })
+    }
+}
+
 impl Drop for CellWatch {
     /// The cell goes on, and until its end its sandbox is in use.
     fn drop(&mut self) {
@@ -220,13 +280,13 @@ impl Drop for CellWatch {
         {
             watched.deadline = None;
             runtime.spawn(async move {
-                while let Ok(
+                while let Ok(Some(
                     KernelEvent::Stdout(_)
                     | KernelEvent::Stderr(_)
                     | KernelEvent::Result(_)
                     | KernelEvent::Error { .. }
                     | KernelEvent::TimedOut,
-                ) = watched.next().await
+                )) = watched.next().await
                 {}
             });
         }
@@ -234,11 +294,12 @@ impl Drop for CellWatch {
 }
 
 impl Watched {
-    async fn next(&mut self) -> Result<KernelEvent, Error> {
+    /// `None`: the session has ended, without a word.
+    async fn next(&mut self) -> Result<Option<KernelEvent>, Error> {
         loop {
             let odd = |_| misbehaved("a session said what is no event");
             if let Some(event) = self.events.take().map_err(odd)? {
-                return Ok(event);
+                return Ok(Some(event));
             }
             let next = self.stream.next();
             let event = match self.deadline {
@@ -249,7 +310,7 @@ impl Watched {
             };
             match event.transpose()? {
                 Some(Event::Data(_, bytes)) => self.events.push(&bytes),
-                Some(Event::Finished) => return Err(Error::conflict(ENDED)),
+                Some(Event::Finished) => return Ok(None),
                 Some(Event::Reply(_)) => return Err(misbehaved("a session said something else")),
                 None => return Err(machine::Error::Lost.into()),
             }
