@@ -33,6 +33,7 @@ use crate::{App, Error, keys::Caller};
 const DEFAULT_PART: u64 = 16 << 20;
 /// As the guest's agent has it.
 const MOST_PARTS: u64 = 100_000;
+const LARGEST_PART: u64 = 5 << 30;
 /// RFC 9530, and for those who find base64 hard.
 const CONTENT_DIGEST: &str = "content-digest";
 const CHECKSUM: &str = "x-checksum-sha256";
@@ -72,6 +73,9 @@ pub(super) async fn begin(
         only_new: false,
         size: given.size,
     };
+    if given.size.is_some_and(|size| size > MOST_PARTS * LARGEST_PART) {
+        return Err(Error::invalid("`size` may be at most 488 TiB: 100000 parts of 5 GiB"));
+    }
     let least = given.size.unwrap_or(0).div_ceil(MOST_PARTS).next_multiple_of(1 << 20);
     let part_size = given.part_size.unwrap_or(DEFAULT_PART.max(least));
     // The same request with a key begins the same upload.

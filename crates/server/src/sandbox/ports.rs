@@ -83,9 +83,7 @@ impl Sandboxes {
 
     /// Whose it is, for those who come without a key.
     pub(crate) fn account_of(&self, id: &SandboxId) -> Option<AccountId> {
-        let all = self.registry.all();
-        let entry = all.iter().find(|entry| entry.look(|row| row.id == *id))?;
-        Some(entry.look(|row| row.account.clone()))
+        self.registry.account_of(id)
     }
 }
 

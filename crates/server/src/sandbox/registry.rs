@@ -243,6 +243,12 @@ impl Registry {
             .ok_or_else(not_found)
     }
 
+    /// Whose it is, for those who come without a key.
+    pub(crate) fn account_of(&self, id: &SandboxId) -> Option<AccountId> {
+        let entries = self.entries.read().unwrap_or_else(PoisonError::into_inner);
+        entries.get(id).map(|entry| entry.look(|row| row.account.clone()))
+    }
+
     pub(crate) fn all(&self) -> Vec<Arc<Entry>> {
         self.entries.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }

@@ -119,6 +119,10 @@ fn own_host(headers: &HeaderMap, uri: &Uri) -> Option<HeaderValue> {
 
 /// The head of an answer on its way out.
 pub(super) fn outward(headers: &mut HeaderMap, visit: &Visit, websocket: bool) {
+    // Beside chunks it says nothing of the body (RFC 9112, 6.3).
+    if headers.contains_key(TRANSFER_ENCODING) {
+        headers.remove(CONTENT_LENGTH);
+    }
     strip_hop_by_hop(headers);
     if websocket {
         set_websocket(headers);
@@ -285,6 +289,16 @@ mod tests {
             inward(&mut headers, &by_path(), &Uri::from_static("/"), None);
             assert_eq!(headers.contains_key("upgrade"), expected);
         }
+    }
+
+    #[test]
+    fn a_length_beside_chunks_says_nothing() {
+        let mut headers = map(&[("content-length", "2"), ("transfer-encoding", "chunked")]);
+        outward(&mut headers, &visit(Way::Host), false);
+        assert!(headers.is_empty(), "{headers:?}");
+        let mut headers = map(&[("content-length", "2")]);
+        outward(&mut headers, &visit(Way::Host), false);
+        assert_eq!(headers["content-length"], "2");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use api::{AccountId, ErrorCode, SandboxId, Scope};
 use axum::{
     Router,
     body::Body,
-    extract::{FromRequestParts, RawPathParams, Request, State},
+    extract::{Request, State},
     middleware,
     response::{IntoResponse, Response},
     routing::any,
@@ -113,10 +113,12 @@ async fn enter(app: &Arc<App>, visit: Visit, request: Request) -> Result<Respons
 /// A key of full scope, or a token for this very port.
 async fn admit_to_path(app: &App, request: Request) -> Result<(Visit, Request), Error> {
     let (mut parts, body) = request.into_parts();
-    let params = RawPathParams::from_request_parts(&mut parts, &()).await.ok();
-    let mut params = params.iter().flatten().map(|(_, value)| value.to_owned());
-    let (id, port) = (params.next().unwrap_or_default(), params.next().unwrap_or_default());
-    let place = id.parse::<SandboxId>().ok().zip(port_of(&port));
+    // Not by the router's parameters: the rest of the path is the guest's, and need not be UTF-8.
+    let (prefix, rest) = split_path(&parts.uri).ok_or_else(no_sandbox)?;
+    let prefix = prefix.to_owned();
+    let mut names = prefix.split('/').skip(3).step_by(2);
+    let (id, port) = (names.next().unwrap_or_default(), names.next().unwrap_or_default());
+    let place = id.parse::<SandboxId>().ok().zip(port_of(port));
     let found = credentials_in(app, &parts.headers, &parts.uri, place).await;
     let admitted =
         found.admitted.ok_or_else(|| found.refusal.unwrap_or_else(keys::unauthenticated))?;
@@ -129,10 +131,8 @@ async fn admit_to_path(app: &App, request: Request) -> Result<(Visit, Request), 
         }
     };
     app.sandboxes.get(&account, &sandbox)?;
-    let port = port_of(&port)
+    let port = port_of(port)
         .ok_or_else(|| Error::invalid("a port is a whole number between 1 and 65535"))?;
-    let (prefix, rest) = split_path(&parts.uri).ok_or_else(no_sandbox)?;
-    let prefix = prefix.to_owned();
     let new_cookie = token.map(|token| cookie(&token, &format!("{prefix}/"), &parts.headers));
     withdraw(&mut parts.headers, &mut parts.uri, &found.ours);
     let rest = below(&parts.uri, &rest);

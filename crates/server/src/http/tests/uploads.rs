@@ -106,6 +106,7 @@ async fn what_is_no_part_is_refused() {
         json!({"path": "relative"}),
         json!({"path": "/a", "path_b64": "YQ=="}),
         json!({"path": at(&server, "a"), "part_size": 1}),
+        json!({"path": at(&server, "a"), "size": u64::MAX}),
     ] {
         let refused = post(&server, "/uploads", body.clone()).await;
         assert_eq!(refusal(refused).await, ErrorCode::InvalidRequest, "{body}");
