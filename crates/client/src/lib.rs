@@ -12,6 +12,7 @@ mod fork;
 mod key;
 mod machine;
 mod machine_exec;
+mod port;
 mod sandbox;
 mod snapshot;
 pub mod sse;

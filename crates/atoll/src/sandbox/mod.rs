@@ -1,9 +1,10 @@
-//! `atoll sandbox`: create, list, get, exec, pause, hibernate, fork, delete.
+//! `atoll sandbox`: create, list, get, exec, ports, pause, hibernate, fork, delete.
 
 mod create;
 mod exec;
 mod fork;
 mod network;
+mod ports;
 mod raw_mode;
 mod shell;
 
@@ -32,6 +33,10 @@ pub(crate) enum SandboxCommand {
     Shell(shell::Shell),
     /// List the terminals of a sandbox, the oldest first
     Terminals {
+        id: SandboxId,
+    },
+    /// List what listens in a sandbox, also on its loopback, and what was exposed
+    Ports {
         id: SandboxId,
     },
     /// Let sandboxes stand still: their memory stays, they use no processor and their time to live stops
@@ -105,6 +110,9 @@ impl SandboxCommand {
             Self::Shell(shell) => return shell.run(&client).await,
             Self::Terminals { id } => {
                 output.show(&client.terminals(&id).await?, |terminals| shell::listed(terminals))?;
+            }
+            Self::Ports { id } => {
+                output.show(&client.ports(&id).await?, |ports| ports::listed(ports))?;
             }
             Self::Network(network) => network.run(&client, output).await?,
             Self::Pause(Ids { ids }) => {

@@ -28,6 +28,8 @@ use crate::{
 /// The server may be started anew meanwhile.
 const RECONNECT_FOR: Duration = Duration::from_secs(60);
 const RECONNECT_EVERY: Duration = Duration::from_secs(1);
+/// Of what is typed meanwhile.
+const MOST_KEPT: usize = 64 << 10;
 /// What a terminal takes for the end of its input.
 const END_OF_INPUT: u8 = 4;
 const INTERRUPT: u8 = 3;
@@ -230,6 +232,7 @@ impl<'a> Session<'a> {
     async fn reconnect(&mut self) -> anyhow::Result<Option<Ended>> {
         let give_up = Instant::now() + RECONNECT_FOR;
         self.tell("the connection is lost; trying again, Ctrl-C gives up");
+        let mut typed = Vec::new();
         loop {
             let (size, offset) = (window_size(), Some(self.shown));
             let attached =
@@ -238,6 +241,10 @@ impl<'a> Session<'a> {
                 Ok(connection) => {
                     self.connection = connection;
                     self.shown = self.connection.offset;
+                    if !typed.is_empty() {
+                        // Where it fails, the other direction tells why.
+                        let _ = self.connection.keyboard.type_in(typed).await;
+                    }
                     return Ok(None);
                 }
                 Err(error) if is_final(&error) => return Err(error.into()),
@@ -249,9 +256,16 @@ impl<'a> Session<'a> {
             loop {
                 tokio::select! {
                     () = &mut pause => break,
-                    Some(bytes) = self.typed.recv() => {
-                        if bytes.contains(&INTERRUPT) {
+                    // A pipe waits until there is room again.
+                    Some(mut bytes) = self.typed.recv(),
+                        if self.raw_mode.is_some() || typed.len() < MOST_KEPT =>
+                    {
+                        let gives_up = self.raw_mode.is_some() && bytes.contains(&INTERRUPT);
+                        if self.escape.filter(&mut bytes) || gives_up {
                             return Ok(Some(Ended::Left));
+                        }
+                        if typed.len() < MOST_KEPT {
+                            typed.append(&mut bytes);
                         }
                     }
                     () = asked_to_end(&mut self.ends) => return Ok(Some(Ended::Left)),
