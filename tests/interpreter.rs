@@ -6,7 +6,7 @@ use std::time::Duration;
 use api::{CreateSandbox, CreateSnapshot, Fork, SandboxStatus, UpdateLifecycle};
 use client::{Client, Method};
 use serde_json::{Value, json};
-use tests::{Answer, End, Host, Sandbox, Server, small, suite, until};
+use tests::{Answer, End, Host, Sandbox, Server, pause, small, suite, until, wheel_of};
 
 suite! {
     state_results_and_errors_are_as_the_clients_expect_them,
@@ -17,7 +17,9 @@ suite! {
     a_cell_that_takes_long_is_kept_alive,
     sessions_survive_hibernation_and_a_restart_of_the_server,
     kernels_of_clones_draw_their_own_random_numbers,
-    a_template_without_a_kernel_says_how_to_get_one;
+    a_template_without_a_kernel_says_how_to_get_one,
+    a_language_has_the_kernel_that_was_installed_for_it,
+    a_kernel_that_stands_ready_rests_and_stops_with_its_sandbox;
     soak:
 }
 
@@ -213,6 +215,12 @@ async fn a_dead_kernel_says_so_and_is_restarted(host: Host) {
     let restarted = Answer::to(sandbox.request(Method::POST, &route)).await;
     assert_eq!((restarted.status, &restarted.json()["id"]), (200, &json!(session)));
     assert_eq!(text(&run(&sandbox, &session, "1 + 1").await), "2");
+
+    let hungry = "print('before', flush=True)\nx = []\nwhile True: x.append(b'x' * (64 << 20))";
+    let said = run(&sandbox, &session, hungry).await;
+    assert_eq!((&said["stdout"], &said["exit"]), (&json!("before\n"), &json!(1)));
+    assert!(said["error"].as_str().unwrap().contains("memory"), "{said}");
+    assert_eq!(sessions(&sandbox).await, [(session, "dead".to_owned())]);
 }
 
 /// Name and data of each event.
@@ -314,6 +322,25 @@ async fn sessions_survive_hibernation_and_a_restart_of_the_server(host: Host) {
     let sandbox = sandbox.on(&server);
     assert_eq!(sessions(&sandbox).await, [(session.clone(), "idle".to_owned())]);
     assert_eq!(text(&run(&sandbox, &session, "x").await), "[0, 1, 2]");
+
+    // A cell that runs is use of its sandbox, though no server that runs has been asked for it.
+    let route = format!("/repl/sessions/{session}/run/stream");
+    let code = json!({"code": "print('begun')\nimport os\nos.mkfifo('/tmp/gate'); open('/tmp/gate').read(); y = 8"});
+    let mut answer = sandbox.request(Method::POST, &route).json(&code).send().await.unwrap();
+    answer.chunk().await.unwrap().expect("it has begun");
+    server.restart(End::Killed).await;
+    let sandbox = sandbox.on(&server);
+    let patch = UpdateLifecycle { idle_seconds: Some(1), ..UpdateLifecycle::default() };
+    sandbox.client().update_lifecycle(&sandbox.id, &patch).await.unwrap();
+    pause(Duration::from_secs(8)).await;
+    let status = async || sandbox.client().sandbox(&sandbox.id).await.unwrap().status;
+    assert_eq!(status().await, SandboxStatus::Running);
+    sandbox.run("echo > /tmp/gate").await;
+    until("it hibernates", SOON, async || {
+        (status().await == SandboxStatus::Hibernated).then_some(())
+    })
+    .await;
+    assert_eq!(text(&run(&sandbox, &session, "y").await), "8");
     sandbox.delete().await;
     host.end(server).await;
 }
@@ -379,4 +406,55 @@ async fn a_template_without_a_kernel_says_how_to_get_one(host: Host) {
         assert!(refused.text().contains(way), "{}", refused.text());
     }
     assert_eq!(sessions(&sandbox).await, []);
+}
+
+async fn a_language_has_the_kernel_that_was_installed_for_it(host: Host) {
+    let wheels = [("bash_kernel", "0.10.0"), ("filetype", "1.2.0")];
+    let sandbox = host.sandbox_of(&interpreter()).await;
+    for (name, version) in wheels {
+        sandbox.write(format!("/tmp/{name}.whl"), wheel_of(name, version).await).await;
+    }
+    sandbox
+        .run(
+            "for wheel in /tmp/*.whl; do python3 -m zipfile -e $wheel /usr/lib/python3/dist-packages; done
+            python3 -m bash_kernel.install",
+        )
+        .await;
+    let session = create(&sandbox, json!({"language": "Bash", "cwd": "/tmp"})).await;
+    let listed = sandbox.get("/repl/sessions").await.json();
+    assert_eq!(listed[0]["language"], "bash");
+    run(&sandbox, &session, "x=41").await;
+    let said = run(&sandbox, &session, "pwd; echo $((x + 1))é").await;
+    assert_eq!((&said["stdout"], &said["exit"]), (&json!("/tmp\n42é\n"), &json!(0)));
+    let failed = run(&sandbox, &session, "(exit 3)").await;
+    assert_eq!((&failed["error"], &failed["exit"]), (&json!("3"), &json!(1)));
+    let long = json!({"code": "echo begun; sleep 1000", "timeout_ms": 6000});
+    let answer = ask(&sandbox, &session, long).await;
+    let stdout = answer.json()["stdout"].as_str().unwrap().to_owned();
+    assert!(answer.status == 504 && stdout.starts_with("begun\n"), "{answer:?}");
+    assert_eq!(run(&sandbox, &session, "echo $x").await["stdout"], "41\n");
+    let all = events(&sandbox, &session, "echo streamed").await;
+    assert_eq!(all[0], ("stdout".to_owned(), json!({"chunk": "streamed\n"})));
+}
+
+async fn a_kernel_that_stands_ready_rests_and_stops_with_its_sandbox(host: Host) {
+    let sandbox = host.sandbox_of(&interpreter()).await;
+    // Before anybody has used it.
+    sandbox.client().hibernate(&sandbox.id).await.unwrap();
+    let session = python(&sandbox).await;
+    assert_eq!(text(&run(&sandbox, &session, "1 + 1").await), "2");
+    sandbox.delete().await;
+
+    let sandbox = host.sandbox_of(&interpreter()).await;
+    for step in ["stop", "start"] {
+        let route = format!("/v1/machines/{}/{step}", sandbox.id);
+        let answer = Answer::to(sandbox.client().request(Method::POST, &route)).await;
+        assert_eq!(answer.status, 200, "{step}: {answer:?}");
+    }
+    let session = python(&sandbox).await;
+    assert_eq!(text(&run(&sandbox, &session, "2 + 1").await), "3");
+    let refused = Answer::to(
+        sandbox.request(Method::POST, "/repl/sessions").json(&json!({"cwd": "/nowhere"})),
+    );
+    assert_eq!(refused.await.refusal(), (400, "invalid_request".to_owned()));
 }

@@ -7,10 +7,14 @@ use api::{ExecRequest, UpdateLifecycle};
 use client::Method;
 use futures::StreamExt;
 use serde_json::{Value, json};
-use tests::{Answer, Host, Sandbox, command, patterned, pause, suite, until};
+use tests::{
+    Answer, Host, Sandbox, Server, command, patterned, pause, program, published_command,
+    python_with, suite, until,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
+    process::Command,
 };
 
 suite! {
@@ -20,7 +24,9 @@ suite! {
     a_client_that_goes_away_disturbs_nobody,
     fifty_requests_and_a_slow_reader_do_not_wait_for_each_other,
     what_rests_is_woken_or_says_so_and_an_open_stream_is_use,
-    a_token_or_a_host_shows_one_port_and_nothing_else;
+    a_token_or_a_host_shows_one_port_and_nothing_else,
+    the_published_clients_build_addresses_that_lead_there,
+    paths_need_not_be_text;
     soak:
 }
 
@@ -291,4 +297,54 @@ async fn a_token_or_a_host_shows_one_port_and_nothing_else(host: Host) {
         .request(Method::GET, "/")
         .header("host", format!("{PORT}-{}.x.example", api::SandboxId::random()));
     assert_eq!(Answer::to(gone).await.refusal(), (404, "not_found".to_owned()));
+}
+
+/// What a program says that is told of the sandbox and the port.
+async fn told_by(server: &Server, sandbox: &Sandbox, mut program: Command) -> Value {
+    program
+        .args([sandbox.id.to_string(), PORT.to_string()])
+        .env("PANDASTACK_API", server.url())
+        .env("PANDASTACK_API_KEY", server.key())
+        .kill_on_drop(true);
+    let output = tokio::time::timeout(SOON, program.output()).await.expect("it ends").unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+async fn the_published_clients_build_addresses_that_lead_there(host: Host) {
+    let (python, package) = (python_with("published_client").await, published_command().await);
+    let sandbox = serving(&host).await;
+    let server = host.server().await;
+    let here = env!("CARGO_MANIFEST_DIR");
+    let mut by_python = Command::new(python);
+    by_python.arg(format!("{here}/previews.py"));
+    let mut by_node = Command::new("node");
+    by_node
+        .arg(format!("{here}/previews.js"))
+        .env("NODE_PATH", package.ancestors().nth(2).unwrap());
+    let host = format!("{PORT}-{}.preview.example", sandbox.id);
+    let expected = json!({
+        "one": format!("http://{host}"),
+        "all": { PORT.to_string(): format!("https://{host}") },
+    });
+    assert_eq!(told_by(&server, &sandbox, by_python).await, expected);
+    assert_eq!(told_by(&server, &sandbox, by_node).await, expected);
+    let nobody = server.client_with(None);
+    let shown = Answer::to(nobody.request(Method::GET, "/page").header("host", host)).await;
+    assert!(shown.status == 200 && shown.text().starts_with("/page\n"), "{}", shown.text());
+
+    let mut ours = Command::new(program());
+    ours.args(["--json", "sandbox", "ports", &sandbox.id.to_string()]);
+    ours.env("ATOLL_URL", server.url()).env("ATOLL_KEY", server.key()).kill_on_drop(true);
+    let listed = tokio::time::timeout(SOON, ours.output()).await.expect("it ends").unwrap();
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    assert_eq!((&listed[0]["port"], &listed[0]["listening"]), (&json!(PORT), &json!(true)));
+}
+
+async fn paths_need_not_be_text(host: Host) {
+    let sandbox = serving(&host).await;
+    let shown = sandbox.get(&proxy("/a%FF%00//b?c=%FE")).await;
+    assert_eq!(shown.status, 200, "{}", shown.text());
+    assert!(shown.text().starts_with("/a%FF%00//b?c=%FE\n"), "{}", shown.text());
 }

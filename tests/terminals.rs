@@ -1,13 +1,16 @@
 //! Terminals as people and programs use them, and users that are not root.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
-use std::{collections::BTreeMap, path::PathBuf, process::Stdio, time::Duration};
+use std::{collections::BTreeMap, process::Stdio, time::Duration};
 
 use api::{ErrorCode, ExecRequest, SandboxStatus, TerminalId, TerminalSignal, UpdateLifecycle};
 use bytes::Bytes;
 use client::{Client, Method, ScreenEvent, TerminalConnection, TerminalOptions, WriteOptions};
 use serde_json::json;
-use tests::{Answer, End, Host, Sandbox, Server, command, patterned, program, small, suite, until};
+use tests::{
+    Answer, End, Host, Sandbox, Server, command, patterned, program, published_command, small,
+    suite, until,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     process::{Child, ChildStdin, ChildStdout, Command},
@@ -151,21 +154,6 @@ impl Here {
         let status = self.child.wait().await.unwrap();
         (self.seen + &String::from_utf8_lossy(&rest), status.code())
     }
-}
-
-/// The published command of the other client: `npm` brings it once.
-async fn published_command() -> PathBuf {
-    let directory = std::env::temp_dir().join("atoll-published-command");
-    let command = directory.join("node_modules/.bin/pandastack");
-    if !command.exists() {
-        std::fs::create_dir_all(&directory).unwrap();
-        let mut npm = Command::new("npm");
-        npm.args(["install", "--silent", "--no-audit", "--no-fund", "@pandastack/sdk@0.9.0"]);
-        npm.current_dir(&directory).stdin(Stdio::null()).kill_on_drop(true);
-        let installed = tokio::time::timeout(PATIENCE, npm.status()).await.expect("npm answers");
-        assert!(installed.unwrap().success(), "npm installs the published command");
-    }
-    command
 }
 
 async fn the_published_command_opens_a_shell(host: Host) {

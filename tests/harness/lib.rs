@@ -11,6 +11,7 @@ mod host;
 mod interrupt;
 mod postgres;
 mod program;
+mod published;
 mod python;
 mod sandbox;
 mod server;
@@ -26,7 +27,8 @@ pub use crate::{
     host::Host,
     postgres::Postgres,
     program::{failpoints_program, program},
-    python::python_with,
+    published::published_command,
+    python::{python_with, wheel_of},
     sandbox::{Sandbox, command, patterned, small},
     server::{End, Options, Server, pool},
     sound::{has_failed, is_sound, will_not_be_repeated},

@@ -1,4 +1,4 @@
-//! Packages of PyPI for tests, each list in an environment of its own below the target directory. Set-up makes them.
+//! Packages of PyPI for tests, each list in an environment of its own below the target directory.
 
 use std::{fs, path::PathBuf, time::Duration};
 
@@ -25,6 +25,22 @@ pub async fn python_with(name: &str) -> PathBuf {
         fs::write(&installed, wanted).expect("the target directory can be written");
     }
     python
+}
+
+/// The package itself, without what it needs: for a guest that has the rest.
+///
+/// # Panics
+/// It cannot be had.
+pub async fn wheel_of(name: &str, version: &str) -> Vec<u8> {
+    let place = target_directory().join("test-python").join("wheels");
+    let file = place.join(format!("{name}-{version}-py2.py3-none-any.whl"));
+    if !file.exists() {
+        let directory = place.to_str().expect("the target directory's name is text");
+        let pip = ["-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"];
+        let wanted = format!("{name}=={version}");
+        run(Command::new("python3").args(pip).args(["--dest", directory, &wanted])).await;
+    }
+    fs::read(file).expect("the package is there")
 }
 
 async fn run(command: &mut Command) {
