@@ -432,9 +432,14 @@ async fn a_language_has_the_kernel_that_was_installed_for_it(host: Host) {
     let answer = ask(&sandbox, &session, long).await;
     let stdout = answer.json()["stdout"].as_str().unwrap().to_owned();
     assert!(answer.status == 504 && stdout.starts_with("begun\n"), "{answer:?}");
-    assert_eq!(run(&sandbox, &session, "echo $x").await["stdout"], "41\n");
+    // What the interrupted command leaves on its line may come with the next one.
+    let said = run(&sandbox, &session, "echo kept-$x").await;
+    assert!(said["stdout"].as_str().unwrap().contains("kept-41\n"), "{said}");
     let all = events(&sandbox, &session, "echo streamed").await;
-    assert_eq!(all[0], ("stdout".to_owned(), json!({"chunk": "streamed\n"})));
+    let is_said = |(name, data): &(String, Value)| {
+        name == "stdout" && data["chunk"].as_str().unwrap().contains("streamed")
+    };
+    assert!(all.iter().any(is_said), "{all:?}");
 }
 
 async fn a_kernel_that_stands_ready_rests_and_stops_with_its_sandbox(host: Host) {
