@@ -49,7 +49,6 @@ const TIMED_OUT: &str = "command timed out: deadline exceeded";
 /// In an event, one of them looks for a word more.
 const TIMED_OUT_EVENT: &str = "command timed out: deadline exceeded (timeout)";
 
-/// Who runs it where: enough to say what became of the sandbox when it is lost.
 /// Runs a command to its end. An answer that takes long begins with white space.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/exec", tag = "execs", params(("id" = String, Path,)), request_body = ExecRequest,
     responses((status = 200, body = ExecResult), (status = 504, description = "Timed out; the body has what was printed until then")))]
