@@ -2,6 +2,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 use agent::Options;
@@ -279,6 +280,19 @@ impl Drop for Client {
             if !std::thread::panicking() {
                 ended.expect("the agent does not panic").expect("the agent ends well");
             }
+        }
+        remove_what_kernels_left();
+    }
+}
+
+/// In a guest the agent itself removes it, when a session's process has ended; here its processes end after it.
+fn remove_what_kernels_left() {
+    for entry in std::fs::read_dir("/run").into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        if let Some(process) = name.strip_prefix("atoll-kernel-")
+            && !Path::new("/proc").join(process).exists()
+        {
+            let _ = std::fs::remove_dir_all(entry.path());
         }
     }
 }
