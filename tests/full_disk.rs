@@ -19,13 +19,16 @@ suite! {
     a_guest_that_fills_the_pool_stands_still_and_goes_on,
     a_sandbox_can_be_deleted_on_a_full_pool,
     what_cannot_be_saved_for_want_of_room_runs_on,
-    a_server_starts_again_beside_a_guest_that_stands_still;
+    a_server_starts_again_beside_a_guest_that_stands_still,
+    a_database_refuses_writes_before_the_pool_is_full;
     soak:
 }
 
 /// For a copy of a root disk: the templates lie on the other file system.
 const IMAGE_BYTES: u64 = 6 << 30;
 const RESERVE_MIB: u64 = 64;
+/// Of a guest under emulation on a host that has more to do.
+const DONE: Duration = Duration::from_secs(120);
 
 /// A file system of its own, in a sparse file on the pool.
 struct Image {
@@ -245,5 +248,40 @@ async fn a_server_starts_again_beside_a_guest_that_stands_still(host: Host) {
         result.ok().filter(|result| result.stdout == "on\n")
     })
     .await;
+    host.end(server).await;
+}
+
+async fn a_database_refuses_writes_before_the_pool_is_full(host: Host) {
+    let _room = host.room(1).await;
+    let image = Image::new();
+    let server = server_on(&image).await;
+    let client = server.client();
+    let database = client.create_database(&api::CreateDatabase::default()).await.unwrap();
+    let database = client.database_ready(&database.id, DONE * 2).await.unwrap();
+    let url = database.connection.clone().unwrap().connection_url;
+    let psql = async |statements: &str| {
+        let mut psql = tokio::process::Command::new("psql");
+        let ended = psql.args([url.as_str(), "-XAtqc", statements]).kill_on_drop(true).output();
+        tokio::time::timeout(DONE, ended).await.unwrap().unwrap()
+    };
+    assert!(psql("CREATE TABLE kept (x int); INSERT INTO kept VALUES (7)").await.status.success());
+    let _session = tokio::process::Command::new("psql")
+        .args([url.as_str(), "-XAtqc", "SELECT pg_sleep(3000)"])
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    image.fill((RESERVE_MIB / 2 - 4) << 20);
+    until("writes are refused", DONE, async || client.database(&database.id).await.unwrap().error)
+        .await;
+    let refused = psql("INSERT INTO kept VALUES (8)").await;
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert!(!refused.status.success() && said.contains("read-only transaction"), "{said}");
+    assert_eq!(psql("SELECT x FROM kept").await.stdout, b"7\n");
+    image.make_room();
+    until("writes are taken", DONE, async || {
+        psql("INSERT INTO kept VALUES (9)").await.status.success().then_some(())
+    })
+    .await;
+    assert_eq!(psql("SELECT count(*) FROM kept WHERE x = 7").await.stdout, b"1\n");
     host.end(server).await;
 }

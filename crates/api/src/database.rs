@@ -180,7 +180,7 @@ pub struct Database {
     pub id: DatabaseId,
     pub label: String,
     pub status: DatabaseStatus,
-    /// Why it failed, or does not run.
+    /// Why it failed, does not run, or refuses writes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     pub size: DatabaseSize,

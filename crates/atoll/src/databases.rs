@@ -38,6 +38,15 @@ pub(crate) struct DatabaseFlags {
         value_parser = clap::value_parser!(u64).range(1..)
     )]
     databases_idle: u64,
+    /// Up to which a database's disk grows by itself
+    #[arg(
+        long,
+        env = "ATOLL_DATABASES_DISK_MB",
+        value_name = "MB",
+        default_value_t = 65_536,
+        value_parser = clap::value_parser!(u64).range(1..1 << 30)
+    )]
+    databases_disk_mb: u64,
 }
 
 impl DatabaseFlags {
@@ -57,6 +66,7 @@ impl DatabaseFlags {
             listen: self.databases_listen,
             certificate,
             idle: Duration::from_secs(self.databases_idle),
+            largest_disk: self.databases_disk_mb << 20,
         })
     }
 }

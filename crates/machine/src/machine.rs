@@ -214,6 +214,14 @@ impl Machine {
         explained(&self.process, disks::grow(&self.qmp, slot, bytes)).await
     }
 
+    /// Tells the guest that the root disk's file has grown to `bytes`.
+    ///
+    /// # Errors
+    /// QEMU refuses or is gone.
+    pub async fn resize_root(&self, bytes: u64) -> Result<()> {
+        explained(&self.process, disks::resize(&self.qmp, ROOT_NODE, bytes)).await
+    }
+
     /// Connects to the agent anew; what was open before is lost. The machine has to run.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: what a sandbox costs, beside what the technique alone costs on the same host.
 
 mod bursts;
+mod databases;
 mod execs;
 mod figures;
 mod files;
@@ -114,7 +115,7 @@ fn number(object: &Value, field: &str) -> anyhow::Result<u64> {
 fn all() -> impl Iterator<Item = &'static Group> {
     let state = measure::GROUPS.iter().chain(state::GROUPS);
     let state = state.chain(machines::GROUPS).chain(execs::GROUPS);
-    state.chain(interpreter::GROUPS).chain(files::GROUPS)
+    state.chain(interpreter::GROUPS).chain(files::GROUPS).chain(databases::GROUPS)
 }
 
 fn chosen(only: &[String]) -> anyhow::Result<Vec<&'static Group>> {

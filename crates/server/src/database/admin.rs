@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use tokio::{net::TcpStream, task::JoinHandle};
-use tokio_postgres::{Client, Config, NoTls, error::SqlState};
+use tokio_postgres::{Client, Config, NoTls, SimpleQueryMessage, error::SqlState};
 
 use super::credentials::{ADMIN, Credentials, verifier};
 use crate::Error;
@@ -39,6 +39,8 @@ impl Admin {
     ) -> Result<Self, Refused> {
         let mut config = Config::new();
         config.user(ADMIN).password(password).dbname(database).application_name("atoll");
+        // Also where everybody else is refused for want of room.
+        config.options("-c default_transaction_read_only=off");
         let connecting = config.connect_raw(stream, NoTls);
         match tokio::time::timeout(ANSWER, connecting).await {
             Ok(Ok((client, connection))) => {
@@ -75,6 +77,41 @@ impl Admin {
         own: &Credentials,
     ) -> Result<(), Error> {
         self.run(&own_credentials(origin, own)).await
+    }
+
+    pub(super) async fn refuses_writes(&self) -> Result<bool, Error> {
+        let asked =
+            "SELECT setting FROM pg_file_settings WHERE name = 'default_transaction_read_only'";
+        let asking = tokio::time::timeout(ANSWER, self.client.simple_query(asked));
+        let answer = asking
+            .await
+            .map_err(|_| Error::internal("PostgreSQL did not answer in time"))?
+            .map_err(Error::internal)?;
+        Ok(answer.iter().any(
+            |message| matches!(message, SimpleQueryMessage::Row(row) if row.get(0) == Some("on")),
+        ))
+    }
+
+    /// By default: who has to make room may say otherwise for a transaction of theirs.
+    pub(super) async fn refuse_writes(&self, refuse: bool) -> Result<(), Error> {
+        // Neither goes with others into one transaction.
+        self.run(if refuse {
+            "ALTER SYSTEM SET default_transaction_read_only = on"
+        } else {
+            "ALTER SYSTEM RESET default_transaction_read_only"
+        })
+        .await?;
+        self.run("SELECT pg_reload_conf()").await
+    }
+
+    /// Whoever is writing now is told that it failed.
+    pub(super) async fn end_writers(&self) -> Result<(), Error> {
+        self.run(
+            "SELECT CASE state WHEN 'active' THEN pg_cancel_backend(pid) ELSE pg_terminate_backend(pid) END \
+             FROM pg_stat_activity WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() \
+             AND backend_type = 'client backend'",
+        )
+        .await
     }
 
     /// Other passwords for the same names; whoever came with the old one is ended.

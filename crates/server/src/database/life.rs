@@ -21,8 +21,6 @@ use crate::{
 };
 
 pub(crate) const TEMPLATE: &str = "postgres";
-/// Sparse; it takes of the host what is written.
-const DISK_MB: u64 = 10_240;
 /// The bake of a size that was never used, beside others under emulation, several times over.
 const PROVISION_DEADLINE: Duration = Duration::from_secs(1200);
 const PROVISION_PAUSE: Duration = Duration::from_millis(500);
@@ -74,7 +72,7 @@ impl Databases {
             }
         }
         self.tasks.spawn(Arc::clone(self).serve(Arc::clone(entry), listeners));
-        self.look_after(entry).await;
+        tokio::join!(self.look_after(entry), self.keep_room(entry));
     }
 
     /// Its machine may die, and PostgreSQL with it: what was committed is on the disk.
@@ -157,7 +155,6 @@ impl Databases {
             template: Some(TEMPLATE.to_owned()),
             cpu: Some(row.cpu),
             memory_mb: Some(row.size.memory_mb()),
-            disk_mb: Some(DISK_MB),
             persistent: Some(true),
             // It answers; it asks nobody.
             network: Some(CreateNetwork::Internet(false)),
@@ -235,29 +232,33 @@ impl Databases {
     }
 
     /// A session of the server's own, in a database that has its own credentials then.
-    async fn admin(&self, entry: &Entry) -> Result<Admin, Error> {
+    pub(super) async fn admin(&self, entry: &Entry) -> Result<Admin, Error> {
         let (own, origin) = entry.look(|row| (row.credentials.clone(), row.origin.clone()));
+        let mut either = [&own, &origin];
+        // Each login costs much in a guest that has just been restored.
+        if entry.look(|row| row.state) == DatabaseState::Provisioning {
+            either.reverse();
+        }
         let until = Instant::now() + UP_DEADLINE;
         loop {
-            match self.login(entry, &own.admin_password).await {
-                Ok(admin) => return Ok(admin),
-                Err(Refused::WrongPassword) => {
-                    match self.login(entry, &origin.admin_password).await {
-                        Ok(admin) => {
+            let mut wrong = 0;
+            for credentials in either {
+                match self.login(entry, &credentials.admin_password).await {
+                    Ok(admin) => {
+                        if credentials.admin_password != own.admin_password {
                             admin.make_own(&origin, &own).await?;
-                            return Ok(admin);
                         }
-                        Err(Refused::WrongPassword) => {
-                            return Err(Error::internal(
-                                "PostgreSQL knows neither the database's password nor that of its origin",
-                            ));
-                        }
-                        Err(Refused::Other(error)) => return Err(error),
-                        Err(Refused::NotYet) => {}
+                        return Ok(admin);
                     }
+                    Err(Refused::WrongPassword) => wrong += 1,
+                    Err(Refused::Other(error)) => return Err(error),
+                    Err(Refused::NotYet) => break,
                 }
-                Err(Refused::Other(error)) => return Err(error),
-                Err(Refused::NotYet) => {}
+            }
+            if wrong == either.len() {
+                return Err(Error::internal(
+                    "PostgreSQL knows neither the database's password nor that of its origin",
+                ));
             }
             if Instant::now() > until {
                 return Err(Error::busy("PostgreSQL does not take connections yet", 5));
@@ -282,30 +283,37 @@ impl Databases {
 
     /// Returns once it takes connections.
     async fn start_postgres(&self, entry: &Entry) -> Result<(), Error> {
+        tracing::info!(database = %entry.id(), "starting PostgreSQL");
+        self.run_inside(entry, "atoll-postgres start").await.map(drop)
+    }
+
+    /// What a command that succeeds in its machine has said.
+    pub(super) async fn run_inside(&self, entry: &Entry, command: &str) -> Result<String, Error> {
         let (account, sandbox) = entry.sandbox();
         let inside = self.sandboxes.inside_now(&account, &sandbox)?;
         let request = ExecRequest {
-            cmd: "atoll-postgres start".to_owned(),
+            cmd: command.to_owned(),
             timeout_seconds: Some(UP_DEADLINE.as_secs_f64()),
             ..ExecRequest::default()
         };
-        tracing::info!(database = %entry.id(), "starting PostgreSQL");
         let mut watch = inside.start_exec(request).await?;
-        let mut complaint = Vec::new();
+        let mut said = Vec::new();
         while let Some(event) = watch.next().await {
             match event? {
-                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => complaint.extend(bytes),
-                ExecEvent::Ended(status) if status.exit_code == Some(0) => return Ok(()),
+                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => said.extend(bytes),
                 ExecEvent::Ended(status) => {
+                    let said = String::from_utf8_lossy(&said).into_owned();
+                    if status.exit_code == Some(0) {
+                        return Ok(said);
+                    }
                     return Err(Error::internal(format!(
-                        "PostgreSQL did not start ({:?}): {}",
-                        status.exit_code,
-                        String::from_utf8_lossy(&complaint)
+                        "`{command}` failed in a database ({:?}): {said}",
+                        status.exit_code
                     )));
                 }
             }
         }
-        Err(Error::internal("the start of PostgreSQL was not seen to end"))
+        Err(Error::internal(format!("`{command}` was not seen to end in a database")))
     }
 
     pub(super) async fn renew(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {

@@ -7,6 +7,7 @@ mod greeting;
 mod life;
 mod proxy;
 mod requests;
+mod room;
 mod settings;
 mod tls;
 
@@ -90,6 +91,8 @@ pub(crate) struct Entry {
     /// Held by whoever starts PostgreSQL or changes how it is reached.
     turn: AsyncMutex<()>,
     sessions: AtomicU64,
+    /// Why it refuses writes.
+    short_of: Mutex<Option<String>>,
     /// Ends all sessions there are.
     sessions_end: Mutex<CancellationToken>,
     /// It is deleted: nobody comes in any longer.
@@ -121,6 +124,7 @@ impl Entry {
             row: watch::Sender::new(row),
             turn: AsyncMutex::new(()),
             sessions: AtomicU64::new(0),
+            short_of: Mutex::default(),
             sessions_end: Mutex::default(),
             closed: CancellationToken::new(),
             removed: watch::Sender::new(false),

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, atomic::Ordering},
+    sync::{Arc, PoisonError, atomic::Ordering},
     time::Duration,
 };
 
@@ -306,13 +306,14 @@ impl Databases {
         let row = entry.row();
         let (account, sandbox) = entry.sandbox();
         let state = self.sandboxes.state_of(&account, &sandbox);
+        let short_of = entry.short_of.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let connection = (row.state == DatabaseState::Ready && secrets == Secrets::Shown)
             .then(|| self.connection_to(entry));
         Database {
             id: row.id,
             label: row.label,
             status: status_of(row.state, state),
-            error: row.error,
+            error: row.error.or(short_of),
             size: row.size,
             cpu: row.cpu,
             memory_mb: row.size.memory_mb(),

@@ -16,6 +16,8 @@ pub struct DatabaseSettings {
     pub certificate: Option<CertificateFiles>,
     /// Without connections for so long, a database hibernates unless it says otherwise.
     pub idle: Duration,
+    /// Up to so many bytes a disk grows by itself.
+    pub largest_disk: u64,
 }
 
 impl Default for DatabaseSettings {
@@ -26,6 +28,7 @@ impl Default for DatabaseSettings {
             listen: None,
             certificate: None,
             idle: Duration::from_secs(300),
+            largest_disk: 64 << 30,
         }
     }
 }

@@ -254,6 +254,11 @@ impl Sandboxes {
         }
     }
 
+    /// Bytes of the pool that stay free of new things.
+    pub(super) fn disk_reserve(&self) -> u64 {
+        self.admission.limits.disk_reserve
+    }
+
     /// Room on the pool for what is to be kept there, such as a snapshot of so many bytes.
     ///
     /// # Errors

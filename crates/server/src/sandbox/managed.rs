@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use super::{
     Running, Sandboxes,
     create::Made,
-    registry::{Entry, locked},
+    registry::{self, Entry, locked},
     snapshots::Purpose,
     state::{State, Target, Wish},
     transition::When,
@@ -33,6 +33,12 @@ pub(crate) enum Visitor {
     Sandbox(AccountId),
     /// From a sandbox's address, at which there is none any longer.
     Gone,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct PoolRoom {
+    pub(crate) free_bytes: u64,
+    pub(crate) reserve_bytes: u64,
 }
 
 /// The database keeps its sandbox.
@@ -95,6 +101,46 @@ impl Sandboxes {
             .and_then(|entry| Some(self.root(&entry).ok()?.path()));
         let metadata = path.and_then(|path| path.metadata().ok());
         metadata.map_or(0, |metadata| metadata.blocks() * 512)
+    }
+
+    /// What its root disk may take, in bytes.
+    ///
+    /// # Errors
+    /// 404 when it is gone.
+    pub(crate) fn disk_of(&self, account: &AccountId, id: &SandboxId) -> Result<u64, Error> {
+        Ok(self.registry.find(account, id)?.look(|row| row.disk_mb) << 20)
+    }
+
+    /// Its root disk has so many bytes then; its file system does not know yet. Idempotent.
+    ///
+    /// # Errors
+    /// 404 when it is gone, 409 when it does not run, 507 without room.
+    pub(crate) async fn grow_root(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+        bytes: u64,
+    ) -> Result<(), Error> {
+        let entry = self.registry.find(account, id)?;
+        let _turn = entry.turn.lock().await;
+        entry.accept(Wish::Inside, self.clock.steady_ms())?;
+        let gone = registry::not_found;
+        let (inside, volume) =
+            (entry.inside().ok_or_else(gone)?, entry.root_volume().ok_or_else(gone)?);
+        self.admit_bytes(0)?;
+        self.volumes.lengthen_root(account, volume, bytes).await?;
+        inside.machine.resize_root(bytes).await?;
+        entry.change(|row| row.disk_mb = bytes >> 20);
+        self.save_row(&entry).await
+    }
+
+    /// What the pool has, and what is to stay free there.
+    ///
+    /// # Errors
+    /// It cannot be measured.
+    pub(crate) fn pool_room(&self) -> Result<PoolRoom, Error> {
+        let room = store::pool::room(self.sites.layout.data()).map_err(Error::internal)?;
+        Ok(PoolRoom { free_bytes: room.free_bytes, reserve_bytes: self.disk_reserve() })
     }
 
     /// Its memory and disk as they are now, under that id, for a clone: it goes on, and counts for nothing.

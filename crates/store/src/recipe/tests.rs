@@ -20,7 +20,7 @@ fn the_recipes_that_come_with_atoll_resolve() {
     for (name, recipe) in builtin() {
         let resolved = recipe.resolve(&find_builtin).unwrap();
         let expected =
-            if name.as_str() == "postgres" { (1, 1024, 10_240) } else { (2, 2048, 10_240) };
+            if name.as_str() == "postgres" { (1, 1024, 2048) } else { (2, 2048, 10_240) };
         assert_eq!((resolved.cpu(), resolved.memory_mb(), resolved.disk_mb()), expected);
     }
     let ubuntu = find_builtin(&"ubuntu-24.04".parse().unwrap());
