@@ -110,7 +110,8 @@ impl Bench {
             wait::check_interrupt()?;
             let ours = pgbench(url(&database)?, &["-n", "-c", "4", "-T", &seconds])?;
             samples.ours.push(rate_in(&ours)?);
-            let told = self.api.exec(id, &inside)?;
+            let path = format!("/v1/sandboxes/{id}/exec");
+            let told = self.api.post(&path, &json!({"cmd": inside}))?;
             samples.floor.push(rate_in(told["stdout"].as_str().unwrap_or_default())?);
         }
         self.api.delete(&format!("/v1/databases/{id}"))?;
