@@ -101,7 +101,7 @@ impl Databases {
         let disk = self.sandboxes.disk_of(&account, &sandbox)?;
         // Without asking the guest: what it has freed may still count here, but no more can be in use.
         let is_sure = self.sandboxes.disk_use_of(&account, &sandbox) < disk / 2;
-        if short.is_none() && !(is_sure && !refuses) {
+        if short.is_none() && (refuses || !is_sure) {
             let room = self.room_in(entry).await?;
             let largest = self.settings.largest_disk;
             match need(room, disk, largest) {
