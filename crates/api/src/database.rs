@@ -203,6 +203,23 @@ pub struct Database {
         skip_serializing_if = "Option::is_none"
     )]
     pub last_backup_at: Option<OffsetDateTime>,
+    /// The first `target_time` that a clone of it may have.
+    #[serde(
+        with = "time::serde::rfc3339::option",
+        default,
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub restorable_from: Option<OffsetDateTime>,
+    /// Everything until then is in the store. While it runs, a `target_time` may be later than that.
+    #[serde(
+        with = "time::serde::rfc3339::option",
+        default,
+        skip_serializing_if = "Option::is_none"
+    )]
+    pub restorable_until: Option<OffsetDateTime>,
+    /// Why nothing of it reaches the store at present.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub backup_error: Option<String>,
     /// There is no other host that it could go to.
     pub failover_available: bool,
     /// Once it can be reached, and to keys of scope `full` alone; never in a list.

@@ -204,6 +204,9 @@ fn described(database: &Database) -> String {
         ("connections", database.connections.to_string()),
         ("hibernates after", idle),
         ("last backup", database.last_backup_at.map(instant).unwrap_or_default()),
+        ("restorable from", database.restorable_from.map(instant).unwrap_or_default()),
+        ("restorable until", database.restorable_until.map(instant).unwrap_or_default()),
+        ("backup error", database.backup_error.clone().unwrap_or_default()),
         ("cloned from", database.cloned_from.map(|id| id.to_string()).unwrap_or_default()),
         ("created", instant(database.created_at)),
     ])

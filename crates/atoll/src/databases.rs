@@ -3,7 +3,7 @@
 use std::{net::IpAddr, ops::RangeInclusive, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::Args;
-use server::database::{CertificateFiles, DatabaseSettings};
+use server::database::{BackupPlace, BackupSettings, CertificateFiles, DatabaseSettings};
 
 use crate::failure::Failure;
 
@@ -47,6 +47,47 @@ pub(crate) struct DatabaseFlags {
         value_parser = clap::value_parser!(u64).range(1..1 << 30)
     )]
     databases_disk_mb: u64,
+    /// Where their backups lie: a folder, `s3://BUCKET/PATH`, or `none` [default: a folder of the data directory]
+    ///
+    /// Keys, region and endpoint of an object storage are taken from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION,
+    /// AWS_ENDPOINT and AWS_ALLOW_HTTP.
+    #[arg(long, env = "ATOLL_DATABASES_BACKUPS", value_name = "PLACE", value_parser = place)]
+    databases_backups: Option<BackupPlace>,
+    /// Databases can be made as of any time of the last days
+    #[arg(
+        long,
+        env = "ATOLL_DATABASES_BACKUP_DAYS",
+        value_name = "DAYS",
+        default_value_t = 7,
+        value_parser = clap::value_parser!(u32).range(1..=3650)
+    )]
+    databases_backup_days: u32,
+    /// Between two base backups of a database in which something happens
+    #[arg(
+        long,
+        env = "ATOLL_DATABASES_BACKUP_HOURS",
+        value_name = "HOURS",
+        default_value_t = 24,
+        value_parser = clap::value_parser!(u32).range(1..=8760)
+    )]
+    databases_backup_hours: u32,
+    /// From a create to the first base backup
+    #[arg(
+        long,
+        env = "ATOLL_DATABASES_BACKUP_AFTER",
+        value_name = "SECONDS",
+        default_value_t = 60
+    )]
+    databases_backup_after: u32,
+    /// What was written reaches the backups after so long, and when nobody is connected any longer
+    #[arg(
+        long,
+        env = "ATOLL_DATABASES_ARCHIVE_AFTER",
+        value_name = "SECONDS",
+        default_value_t = 60,
+        value_parser = clap::value_parser!(u32).range(1..)
+    )]
+    databases_archive_after: u32,
 }
 
 impl DatabaseFlags {
@@ -67,7 +108,24 @@ impl DatabaseFlags {
             certificate,
             idle: Duration::from_secs(self.databases_idle),
             largest_disk: self.databases_disk_mb << 20,
+            backups: BackupSettings {
+                place: self.databases_backups.clone().unwrap_or(BackupPlace::Data),
+                keep: Duration::from_secs(86_400) * self.databases_backup_days,
+                every: Duration::from_secs(3600) * self.databases_backup_hours,
+                first_after: Duration::from_secs(self.databases_backup_after.into()),
+                archive_after: Duration::from_secs(self.databases_archive_after.into()),
+            },
         })
+    }
+}
+
+fn place(text: &str) -> Result<BackupPlace, &'static str> {
+    match text.split_once("://") {
+        Some(("s3", rest)) if !rest.is_empty() => Ok(BackupPlace::Url(text.to_owned())),
+        Some(_) => Err("write s3://BUCKET/PATH, a folder, or none"),
+        None if text == "none" => Ok(BackupPlace::Nowhere),
+        None if text.is_empty() => Err("write s3://BUCKET/PATH, a folder, or none"),
+        None => Ok(BackupPlace::Folder(text.into())),
     }
 }
 
@@ -93,6 +151,16 @@ impl FromStr for Ports {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_place_of_backups_is_a_folder_a_bucket_or_none() {
+        assert_eq!(place("none"), Ok(BackupPlace::Nowhere));
+        assert_eq!(place("/backups"), Ok(BackupPlace::Folder("/backups".into())));
+        assert_eq!(place("s3://a/b"), Ok(BackupPlace::Url("s3://a/b".to_owned())));
+        for bad in ["", "s3://", "ftp://a", "http://a/b"] {
+            assert!(place(bad).is_err(), "{bad}");
+        }
+    }
 
     #[test]
     fn a_range_of_ports_has_two_ends_in_order() {

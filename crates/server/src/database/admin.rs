@@ -65,9 +65,32 @@ impl Admin {
     /// One transaction, or what goes by itself.
     pub(super) async fn run(&self, statements: &str) -> Result<(), Error> {
         let run = tokio::time::timeout(ANSWER, self.client.batch_execute(statements));
-        run.await
-            .map_err(|_| Error::internal("PostgreSQL did not answer in time"))?
-            .map_err(Error::internal)
+        run.await.map_err(|_| silent())?.map_err(Error::internal)
+    }
+
+    /// The one row that a query answers, as text.
+    pub(super) async fn row(&self, query: &str) -> Result<Vec<Option<String>>, Error> {
+        let asked = tokio::time::timeout(ANSWER, self.client.simple_query(query)).await;
+        let answer = asked.map_err(|_| silent())?.map_err(Error::internal)?;
+        let row = answer.into_iter().find_map(|message| {
+            if let SimpleQueryMessage::Row(row) = message { Some(row) } else { None }
+        });
+        let row = row.ok_or_else(|| Error::internal("a query answered no row"))?;
+        Ok((0..row.len()).map(|column| row.get(column).map(str::to_owned)).collect())
+    }
+
+    /// A part of a file below its data directory.
+    pub(super) async fn read_file(
+        &self,
+        path: &str,
+        offset: i64,
+        length: i64,
+    ) -> Result<Vec<u8>, Error> {
+        let query = "SELECT pg_read_binary_file($1, $2, $3)";
+        let row =
+            tokio::time::timeout(ANSWER, self.client.query_one(query, &[&path, &offset, &length]))
+                .await;
+        row.map_err(|_| silent())?.and_then(|row| row.try_get(0)).map_err(Error::internal)
     }
 
     /// From the names and passwords of `origin` to its own, at once. Sessions that a clone has from its source end.
@@ -118,6 +141,10 @@ impl Admin {
     pub(super) async fn renew(&self, own: &Credentials) -> Result<(), Error> {
         self.run(&format!("BEGIN; {} COMMIT; {END_OTHERS}", passwords(own))).await
     }
+}
+
+fn silent() -> Error {
+    Error::internal("PostgreSQL did not answer in time")
 }
 
 const END_OTHERS: &str = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity \

@@ -72,7 +72,7 @@ impl Databases {
             }
         }
         self.tasks.spawn(Arc::clone(self).serve(Arc::clone(entry), listeners));
-        tokio::join!(self.look_after(entry), self.keep_room(entry));
+        tokio::join!(self.look_after(entry), self.keep_room(entry), self.back_up(entry));
     }
 
     /// Its machine may die, and PostgreSQL with it: what was committed is on the disk.
@@ -135,9 +135,10 @@ impl Databases {
         caller: &Caller,
     ) -> Result<(), Error> {
         let row = entry.row();
-        match row.cloned_from {
-            Some(source) => self.copy(entry, caller, &source).await?,
-            None => self.restore(&row, caller).await?,
+        match (row.cloned_from, row.target_time) {
+            (Some(source), Some(target)) => self.rewind(entry, caller, &source, target).await?,
+            (Some(source), None) => self.copy(entry, caller, &source).await?,
+            (None, _) => self.restore(&row, caller).await?,
         }
         let up = async {
             self.bring_up(entry).await?;
@@ -150,7 +151,7 @@ impl Databases {
     }
 
     /// Out of the template's bake. Not given up half-way: a machine that nobody knows of would be left.
-    async fn restore(&self, row: &DatabaseRow, caller: &Caller) -> Result<(), Error> {
+    pub(super) async fn restore(&self, row: &DatabaseRow, caller: &Caller) -> Result<(), Error> {
         let request = CreateSandbox {
             template: Some(TEMPLATE.to_owned()),
             cpu: Some(row.cpu),
@@ -289,13 +290,23 @@ impl Databases {
 
     /// What a command that succeeds in its machine has said.
     pub(super) async fn run_inside(&self, entry: &Entry, command: &str) -> Result<String, Error> {
+        self.run_inside_within(entry, command, UP_DEADLINE).await
+    }
+
+    pub(super) async fn run_inside_within(
+        &self,
+        entry: &Entry,
+        command: &str,
+        deadline: Duration,
+    ) -> Result<String, Error> {
         let (account, sandbox) = entry.sandbox();
         let inside = self.sandboxes.inside_now(&account, &sandbox)?;
         let request = ExecRequest {
             cmd: command.to_owned(),
-            timeout_seconds: Some(UP_DEADLINE.as_secs_f64()),
+            timeout_seconds: Some(deadline.as_secs_f64()),
             ..ExecRequest::default()
         };
+        let verb = command.split(' ').nth(1).unwrap_or_default();
         let mut watch = inside.start_exec(request).await?;
         let mut said = Vec::new();
         while let Some(event) = watch.next().await {
@@ -307,13 +318,13 @@ impl Databases {
                         return Ok(said);
                     }
                     return Err(Error::internal(format!(
-                        "`{command}` failed in a database ({:?}): {said}",
+                        "PostgreSQL did not {verb} ({:?}): {said}",
                         status.exit_code
                     )));
                 }
             }
         }
-        Err(Error::internal(format!("`{command}` was not seen to end in a database")))
+        Err(Error::internal(format!("`{verb}` was not seen to end in a database")))
     }
 
     pub(super) async fn renew(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
@@ -362,6 +373,10 @@ impl Databases {
         {
             tracing::warn!(database = %id, %error, "a snapshot is left over");
         }
+        while let Err(error) = self.leave_backups(&id).await {
+            tracing::error!(database = %id, cause = error.causes(), "failed to write down whose backups are left");
+            sleep(LOOK_EVERY).await;
+        }
         while let Err(error) = self.db.delete_database(&id).await {
             tracing::error!(database = %id, cause = error.causes(), "failed to delete a database's row");
             sleep(LOOK_EVERY).await;
@@ -369,6 +384,7 @@ impl Databases {
         let mut entries = self.entries.write().unwrap_or_else(std::sync::PoisonError::into_inner);
         entries.remove(&id);
         drop(entries);
+        self.begin_to_remove_backups();
         entry.removed.send_replace(true);
         tracing::info!(database = %id, "deleted");
     }

@@ -2,6 +2,7 @@
 //! in which it runs already, reached through [`proxy`], looked after by one keeper each ([`life`]).
 
 mod admin;
+mod backup;
 mod credentials;
 mod greeting;
 mod life;
@@ -25,9 +26,15 @@ use api::{AccountId, DatabaseId, SandboxId};
 use tokio::sync::{Mutex as AsyncMutex, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::tls::Tls;
+use self::{
+    backup::{Archive, Backups},
+    tls::Tls,
+};
 pub(crate) use self::{credentials::Credentials, life::TEMPLATE};
-pub use self::{settings::DatabaseSettings, tls::CertificateFiles};
+pub use self::{
+    settings::{BackupPlace, BackupSettings, DatabaseSettings},
+    tls::CertificateFiles,
+};
 use crate::{
     Error,
     clock::Clock,
@@ -78,6 +85,7 @@ pub struct Databases {
     /// Where clients come to.
     addresses: Vec<IpAddr>,
     tls: Tls,
+    backups: Backups,
     entries: RwLock<HashMap<DatabaseId, Arc<Entry>>>,
     /// Held while a port is chosen.
     choosing: AsyncMutex<()>,
@@ -93,6 +101,7 @@ pub(crate) struct Entry {
     sessions: AtomicU64,
     /// Why it refuses writes.
     short_of: Mutex<Option<String>>,
+    archive: Archive,
     /// Ends all sessions there are.
     sessions_end: Mutex<CancellationToken>,
     /// It is deleted: nobody comes in any longer.
@@ -125,6 +134,7 @@ impl Entry {
             turn: AsyncMutex::new(()),
             sessions: AtomicU64::new(0),
             short_of: Mutex::default(),
+            archive: Archive::default(),
             sessions_end: Mutex::default(),
             closed: CancellationToken::new(),
             removed: watch::Sender::new(false),
@@ -171,6 +181,7 @@ impl Entry {
     fn begin_session(self: &Arc<Self>, most: u64) -> Option<Session> {
         let before = self.sessions.fetch_add(1, Ordering::Relaxed);
         let end = self.sessions_end.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        self.archive.visited.notify_one();
         let session = Session { entry: Arc::clone(self), end };
         (before < most).then_some(session)
     }
@@ -195,6 +206,7 @@ impl Databases {
         let host = settings.host.clone().unwrap_or_else(|| door.to_string());
         let directory = config.data_dir.join("database-tls");
         let tls = Tls::open(settings.certificate.as_ref(), &directory, &host, door).await?;
+        let backups = Backups::open(&settings.backups, &config.data_dir)?;
         let addresses = std::iter::once(door).chain(settings.listen).collect();
         Ok(Arc::new(Self {
             db,
@@ -204,6 +216,7 @@ impl Databases {
             host,
             addresses,
             tls,
+            backups,
             entries: RwLock::default(),
             choosing: AsyncMutex::new(()),
             tasks: TaskTracker::new(),
@@ -221,9 +234,11 @@ impl Databases {
         for row in rows {
             let caller = Caller::of_server(&row.account);
             let entry = Arc::new(Entry::new(row));
+            entry.archive.load(&self.db, &entry.id()).await?;
             self.insert(&entry);
             self.tasks.spawn(Arc::clone(self).keep(entry, caller, Vec::new()));
         }
+        self.tasks.spawn(Arc::clone(self).remove_backups());
         for (account, sandbox) in self.sandboxes.managed() {
             if !known.contains(&sandbox) {
                 tracing::warn!(%sandbox, "removing the machine of a database that is gone");

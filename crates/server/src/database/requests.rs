@@ -11,7 +11,7 @@ use api::{
     DatabaseSize, DatabaseStatus, UpdateDatabase,
 };
 
-use super::{Credentials, DatabaseState, Databases, Entry};
+use super::{Credentials, DatabaseState, Databases, Entry, backup::parse_target};
 use crate::{
     Error,
     account::Amounts,
@@ -59,6 +59,7 @@ impl Databases {
             credentials: Credentials::random(),
             origin: Credentials::of_template(),
             cloned_from: None,
+            target_time: None,
             created_at: self.clock.now_ms(),
         };
         self.begin(caller, row).await
@@ -251,10 +252,9 @@ impl Databases {
     ) -> Result<Database, Error> {
         let source = self.find(&caller.account, id)?;
         self.connection(&caller.account, id)?;
-        if request.target_time.is_some() {
-            return Err(Error::conflict(
-                "`target_time`: there are no backups of this database; leave it out for its state of now",
-            ));
+        let target_time = request.target_time.as_deref().map(parse_target).transpose()?;
+        if let Some(target) = target_time {
+            self.check_target(&source, target)?;
         }
         let source = source.row();
         let size = request.size.unwrap_or(source.size);
@@ -268,8 +268,13 @@ impl Databases {
             state: DatabaseState::Provisioning,
             error: None,
             credentials: Credentials::random(),
-            origin: source.credentials,
+            // Of a base backup they are found out later.
+            origin: match target_time {
+                Some(_) => Credentials::of_template(),
+                None => source.credentials,
+            },
             cloned_from: Some(source.id),
+            target_time,
             created_at: self.clock.now_ms(),
             account: source.account,
             always_on: source.always_on,
@@ -307,6 +312,7 @@ impl Databases {
         let (account, sandbox) = entry.sandbox();
         let state = self.sandboxes.state_of(&account, &sandbox);
         let short_of = entry.short_of.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let backups = entry.archive.told();
         let connection = (row.state == DatabaseState::Ready && secrets == Secrets::Shown)
             .then(|| self.connection_to(entry));
         Database {
@@ -323,7 +329,10 @@ impl Databases {
             connections: entry.sessions.load(Ordering::Relaxed),
             created_at: clock::from_ms(row.created_at),
             cloned_from: row.cloned_from,
-            last_backup_at: None,
+            last_backup_at: backups.last_backup_at.map(clock::from_ms),
+            restorable_from: backups.reach.map(|(from, _)| clock::from_ms(from)),
+            restorable_until: backups.reach.map(|(_, until)| clock::from_ms(until)),
+            backup_error: backups.error,
             failover_available: false,
             connection,
         }
@@ -341,9 +350,34 @@ impl Databases {
         counts
     }
 
+    /// For the metrics.
+    pub(crate) fn backup_figures(&self) -> BackupFigures {
+        let told: Vec<_> = (self.all().iter())
+            .filter(|entry| entry.look(|row| row.state) == DatabaseState::Ready)
+            .map(|entry| entry.archive.told())
+            .collect();
+        let seconds = |ms: i64| u64::try_from(ms / 1000).unwrap_or_default();
+        BackupFigures {
+            failures: self.backups.failures(),
+            failing: told.iter().filter(|told| told.error.is_some()).count(),
+            without: told.iter().filter(|told| told.last_backup_at.is_none()).count(),
+            oldest_last: told.iter().filter_map(|told| told.last_backup_at).min().map(seconds),
+        }
+    }
+
     pub(crate) fn connections(&self) -> u64 {
         self.all().iter().map(|entry| entry.sessions.load(Ordering::Relaxed)).sum()
     }
+}
+
+/// Of all databases together.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct BackupFigures {
+    pub(crate) failures: u64,
+    pub(crate) failing: usize,
+    pub(crate) without: usize,
+    /// When the last backup of the database was made that has waited longest for another; seconds since 1970.
+    pub(crate) oldest_last: Option<u64>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -146,7 +146,7 @@ impl Databases {
         Ok(())
     }
 
-    async fn grow(&self, entry: &Entry, bytes: u64) -> Result<(), Error> {
+    pub(super) async fn grow(&self, entry: &Entry, bytes: u64) -> Result<(), Error> {
         let (account, sandbox) = entry.sandbox();
         let begun = Instant::now();
         self.sandboxes.grow_root(&account, &sandbox, bytes).await?;

@@ -26,17 +26,19 @@ pub(crate) struct DatabaseRow {
     /// Of what it is made from.
     pub(crate) origin: Credentials,
     pub(crate) cloned_from: Option<DatabaseId>,
+    /// As the source was then, in microseconds since 1970. `None`: as it was when this was made.
+    pub(crate) target_time: Option<i64>,
     pub(crate) created_at: i64,
 }
 
 const COLUMNS: &str = "id, account, label, size, cpu, always_on, idle_seconds, port, state, error, credentials, origin, \
-     cloned_from, created_at";
+     cloned_from, created_at, target_time";
 
 impl Db {
     /// False when the port is taken.
     pub(crate) async fn insert_database(&self, row: &DatabaseRow) -> Result<bool, Error> {
         let done = sqlx::query(&format!(
-            "INSERT INTO databases ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14) \
+            "INSERT INTO databases ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15) \
              ON CONFLICT (port) DO NOTHING"
         ))
         .bind(row.id.to_string())
@@ -53,6 +55,7 @@ impl Db {
         .bind(json(&row.origin))
         .bind(row.cloned_from.map(|id| id.to_string()))
         .bind(row.created_at)
+        .bind(row.target_time)
         .execute(self.pool())
         .await?;
         Ok(done.rows_affected() == 1)
@@ -117,6 +120,7 @@ fn from_row(row: &AnyRow) -> Result<DatabaseRow, Error> {
             .map(|id| id.parse().map_err(|_| unread("source")))
             .transpose()?,
         created_at: number("created_at")?,
+        target_time: row.try_get("target_time")?,
     })
 }
 
@@ -144,11 +148,12 @@ mod tests {
                 origin: Credentials::of_template(),
                 cloned_from: Some(DatabaseId::random()),
                 created_at: 1_700_000_000_123,
+                target_time: Some(1_700_000_000_123_456),
             };
             let tell = |row: &DatabaseRow| {
                 let names = (row.id, row.account.clone(), row.label.clone(), row.cloned_from);
                 let numbers = (row.size, row.cpu, row.always_on, row.idle_seconds, row.port);
-                let state = (row.state, row.error.clone(), row.created_at);
+                let state = (row.state, row.error.clone(), row.created_at, row.target_time);
                 (names, numbers, state, row.credentials.clone(), row.origin.clone())
             };
             assert!(db.insert_database(&row).await.unwrap());

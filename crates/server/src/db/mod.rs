@@ -1,6 +1,7 @@
 //! Rows: all the SQL there is, one text for SQLite and PostgreSQL.
 
 mod accounts;
+mod backups;
 mod databases;
 mod events;
 mod execs;
@@ -31,6 +32,7 @@ use sqlx::{
 
 pub(crate) use self::{
     accounts::AccountRow,
+    backups::{BaseRow, ChainRow},
     databases::DatabaseRow,
     events::EventRow,
     execs::{ExecPlace, ExecRow, ExecSum, ShortOutput},
@@ -55,6 +57,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (7, "snapshot network", include_str!("migrations/0007_snapshot_network.sql")),
     (11, "ports", include_str!("migrations/0011_ports.sql")),
     (12, "databases", include_str!("migrations/0012_databases.sql")),
+    (13, "backups", include_str!("migrations/0013_backups.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

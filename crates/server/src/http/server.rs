@@ -231,10 +231,30 @@ pub(super) async fn metrics(State(app): State<Arc<App>>) -> impl IntoResponse {
 }
 
 /// What the server itself has in use, and may have.
-fn own_figures(app: &App) -> [Figure; 5] {
+fn own_figures(app: &App) -> Vec<Figure> {
     let figure = |name, help, value| Figure { name, help, value };
-    let connections = &app.connections;
-    [
+    let (connections, backups) = (&app.connections, app.databases.backup_figures());
+    // Without any, there is no such time.
+    let oldest = backups.oldest_last.map(|seconds| {
+        let help = "When the database was last backed up that has waited longest since, in seconds since 1970.";
+        figure("database_oldest_backup_timestamp_seconds", help, seconds)
+    });
+    let figures = [
+        figure(
+            "database_backup_failures",
+            "Failures to back up a database since the start.",
+            backups.failures,
+        ),
+        figure(
+            "databases_failing_backup",
+            "Databases of which nothing reaches the store of the backups at present.",
+            backups.failing as u64,
+        ),
+        figure(
+            "databases_without_backup",
+            "Databases of which there is no base backup yet.",
+            backups.without as u64,
+        ),
         figure("database_connections", "Connections to databases.", app.databases.connections()),
         figure("connections", "Connections of clients.", connections.count() as u64),
         figure("connections_limit", "Connections that there may be.", connections.most() as u64),
@@ -244,5 +264,6 @@ fn own_figures(app: &App) -> [Figure; 5] {
             app.buffers.used(),
         ),
         figure("buffer_limit_bytes", "What those may have together.", app.buffers.total()),
-    ]
+    ];
+    figures.into_iter().chain(oldest).collect()
 }

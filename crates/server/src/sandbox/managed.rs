@@ -227,6 +227,15 @@ impl Sandboxes {
         Ok(self.registry.find(account, id)?.usage.begin())
     }
 
+    /// The same, after which it counts as unused for as long as it would without.
+    pub(crate) fn unnoticed_use_of(
+        &self,
+        account: &AccountId,
+        id: &SandboxId,
+    ) -> Result<InUse, Error> {
+        Ok(self.registry.find(account, id)?.usage.begin_unnoticed())
+    }
+
     /// Its inside; it has to run.
     pub(crate) fn inside_now(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
         self.running_already(account, id)

@@ -31,7 +31,14 @@ impl Usage {
     /// Until the answer is dropped the sandbox is in use.
     pub(crate) fn begin(self: &Arc<Self>) -> InUse {
         locked(&self.state).users += 1;
-        InUse { usage: Arc::clone(self) }
+        InUse { usage: Arc::clone(self), counts: true }
+    }
+
+    /// The same for the server's own affairs: afterwards it counts as unused since its last other user went.
+    pub(crate) fn begin_unnoticed(self: &Arc<Self>) -> InUse {
+        let mut in_use = self.begin();
+        in_use.counts = false;
+        in_use
     }
 
     /// `None` while someone uses it.
@@ -45,19 +52,33 @@ impl Usage {
 #[derive(Debug)]
 pub(crate) struct InUse {
     usage: Arc<Usage>,
+    counts: bool,
 }
 
 impl Drop for InUse {
     fn drop(&mut self) {
         let mut state = locked(&self.usage.state);
         state.users -= 1;
-        state.since = Instant::now();
+        if self.counts {
+            state.since = Instant::now();
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn what_the_server_does_by_itself_is_no_use_afterwards() {
+        let usage = Arc::new(Usage::default());
+        tokio::time::advance(Duration::from_secs(5)).await;
+        let own = usage.begin_unnoticed();
+        tokio::time::advance(Duration::from_secs(7)).await;
+        assert_eq!(usage.unused_for(), None);
+        drop(own);
+        assert_eq!(usage.unused_for(), Some(Duration::from_secs(12)));
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_sandbox_is_unused_since_its_last_user_went() {

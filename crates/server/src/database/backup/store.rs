@@ -1,0 +1,273 @@
+//! Where backups lie: a folder, or an S3-compatible object storage. Everything is compressed with Zstandard on the way, but
+//! the manifests. What is put is whole or not there, and is looked at again before anybody counts on it.
+
+use std::{
+    fs::{self, DirBuilder, File},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::Arc,
+    time::Duration,
+};
+
+use api::ErrorCode;
+use async_compression::tokio::{bufread::ZstdDecoder, write::ZstdEncoder};
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+use object_store::{
+    ObjectStore, ObjectStoreExt, buffered::BufWriter, local::LocalFileSystem, path::Path as Key,
+};
+use tokio::{
+    io::{AsyncRead, AsyncWriteExt},
+    time::timeout,
+};
+use tokio_util::io::StreamReader;
+use url::Url;
+
+use crate::{Error, database::settings::BackupPlace};
+
+/// In the data directory.
+const FOLDER: &str = "database-backups";
+/// For one piece of an upload, the crate's own repetitions included; and for a request without content.
+const PIECE_DEADLINE: Duration = Duration::from_secs(300);
+/// What a base backup's piece has in memory.
+const UPLOAD_PIECE: usize = 8 << 20;
+const UPLOADS_AT_ONCE: usize = 2;
+/// Above a server's databases, in a storage that may hold other things.
+const ABOVE: &str = "databases";
+
+#[derive(Clone)]
+pub(super) struct BackupStore {
+    store: Arc<dyn ObjectStore>,
+    prefix: Key,
+    /// Where it is one: its files are flushed.
+    folder: Option<PathBuf>,
+}
+
+/// A piece of content on its way in.
+pub(super) struct Upload {
+    encoder: ZstdEncoder<BufWriter>,
+    store: BackupStore,
+    key: Key,
+}
+
+impl BackupStore {
+    /// `None`: there shall be no backups.
+    ///
+    /// # Errors
+    /// It is no place for them. Whether it can be reached is found out when it is used.
+    pub(super) fn open(place: &BackupPlace, data: &Path) -> Result<Option<Self>, Error> {
+        match place {
+            BackupPlace::Nowhere => Ok(None),
+            BackupPlace::Data => Self::folder(&data.join(FOLDER)).map(Some),
+            BackupPlace::Folder(path) => Self::folder(path).map(Some),
+            BackupPlace::Url(url) => Self::of_url(url).map(Some),
+        }
+    }
+
+    fn folder(path: &Path) -> Result<Self, Error> {
+        let opened = || -> Result<_, Box<dyn std::error::Error + Send + Sync>> {
+            DirBuilder::new().recursive(true).mode(0o700).create(path)?;
+            let path = path.canonicalize()?;
+            let store = LocalFileSystem::new_with_prefix(&path)?.with_automatic_cleanup(true);
+            Ok((store, path))
+        };
+        let (store, path) = opened().map_err(Error::from_start)?;
+        Ok(Self { store: Arc::new(store), prefix: Key::default(), folder: Some(path) })
+    }
+
+    /// Keys, region and endpoint come from the environment, as the storage's own tools have them: `AWS_ACCESS_KEY_ID` and
+    /// so on.
+    fn of_url(url: &str) -> Result<Self, Error> {
+        let url = Url::parse(url).map_err(Error::from_start)?;
+        let (store, prefix) =
+            object_store::parse_url_opts(&url, std::env::vars()).map_err(Error::from_start)?;
+        Ok(Self { store: store.into(), prefix: prefix.join(ABOVE), folder: None })
+    }
+
+    fn key(&self, name: &str) -> Key {
+        name.split('/').fold(self.prefix.clone(), |key, part| key.join(part))
+    }
+
+    pub(super) fn upload(&self, name: &str) -> Upload {
+        let key = self.key(name);
+        let writer = BufWriter::with_capacity(Arc::clone(&self.store), key.clone(), UPLOAD_PIECE)
+            .with_max_concurrency(UPLOADS_AT_ONCE);
+        Upload { encoder: ZstdEncoder::new(writer), store: self.clone(), key }
+    }
+
+    /// As it is: small, and read by people.
+    pub(super) async fn put(&self, name: &str, content: Bytes) -> Result<(), Error> {
+        let (key, bytes) = (self.key(name), content.len() as u64);
+        bounded(self.store.put(&key, content.into())).await?;
+        self.check(&key, bytes).await
+    }
+
+    /// It is there, as long as it was, and on the disk.
+    async fn check(&self, key: &Key, bytes: u64) -> Result<(), Error> {
+        let found = bounded(self.store.head(key)).await?.size;
+        if found != bytes {
+            return Err(Error::internal(format!(
+                "{key} has {found} bytes of {bytes} in the store"
+            )));
+        }
+        if let Some(folder) = &self.folder {
+            let path = folder.join(key.as_ref());
+            on_disk(move || flush(&path)).await?;
+        }
+        Ok(())
+    }
+
+    /// What was uploaded.
+    pub(super) async fn content(
+        &self,
+        name: &str,
+    ) -> Result<Pin<Box<dyn AsyncRead + Send>>, Error> {
+        let found = bounded(self.store.get(&self.key(name))).await?;
+        let stream = found.into_stream().map_err(io::Error::other);
+        Ok(Box::pin(ZstdDecoder::new(StreamReader::new(stream))))
+    }
+
+    pub(super) async fn get(&self, name: &str) -> Result<Bytes, Error> {
+        let found = bounded(self.store.get(&self.key(name))).await?;
+        bounded(found.bytes()).await
+    }
+
+    /// What there is directly below a name.
+    pub(super) async fn names(&self, below: &str) -> Result<Vec<String>, Error> {
+        let listed = bounded(self.store.list_with_delimiter(Some(&self.key(below)))).await?;
+        let objects = listed.objects.into_iter().map(|object| object.location);
+        let last = |key: Key| key.filename().map(str::to_owned);
+        Ok(objects.chain(listed.common_prefixes).filter_map(last).collect())
+    }
+
+    /// One object, or all below a name. Also when there is nothing.
+    pub(super) async fn remove(&self, name: &str) -> Result<(), Error> {
+        let key = self.key(name);
+        if let Some(folder) = &self.folder {
+            // With what an upload that broke off has left.
+            let path = folder.join(key.as_ref());
+            return on_disk(move || remove(&path)).await;
+        }
+        let listed = self.store.list(Some(&key)).map_ok(|object| object.location).boxed();
+        let listed = listed.chain(futures::stream::once(async move { Ok(key) })).boxed();
+        let mut gone = self.store.delete_stream(listed);
+        while let Some(next) = timeout(PIECE_DEADLINE, gone.next()).await.map_err(|_| silent())? {
+            match next {
+                Err(object_store::Error::NotFound { .. }) | Ok(_) => {}
+                Err(error) => return Err(failed(error)),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Upload {
+    pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        let written = timeout(PIECE_DEADLINE, self.encoder.write_all(bytes)).await;
+        written.map_err(|_| silent())?.map_err(failed)
+    }
+
+    /// It is in the store when this returns: how many bytes it takes there.
+    pub(super) async fn finish(mut self) -> Result<u64, Error> {
+        let ended = timeout(PIECE_DEADLINE, self.encoder.shutdown()).await;
+        ended.map_err(|_| silent())?.map_err(failed)?;
+        let bytes = bounded(self.store.store.head(&self.key)).await?.size;
+        self.store.check(&self.key, bytes).await?;
+        Ok(bytes)
+    }
+
+    /// What is there of it goes.
+    pub(super) async fn give_up(mut self) {
+        let aborted = timeout(PIECE_DEADLINE, self.encoder.get_mut().abort()).await;
+        if !matches!(aborted, Ok(Ok(()))) {
+            tracing::warn!(key = %self.key, "an upload that broke off is left in the store");
+        }
+    }
+}
+
+async fn bounded<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, Error> {
+    timeout(PIECE_DEADLINE, request).await.map_err(|_| silent())?.map_err(failed)
+}
+
+async fn on_disk(work: impl FnOnce() -> io::Result<()> + Send + 'static) -> Result<(), Error> {
+    tokio::task::spawn_blocking(work).await.map_err(Error::internal)?.map_err(failed)
+}
+
+fn silent() -> Error {
+    failed("it does not answer in time")
+}
+
+/// Told to whoever owns the database: in general terms, as the rest is the operator's.
+fn failed(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+    Error::new(ErrorCode::Unavailable, "the store of the backups fails; the server's log says how")
+        .because(source)
+}
+
+fn flush(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()?;
+    path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    let removed = match path.metadata() {
+        Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    removed.or_else(
+        |error| {
+            if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) }
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::AsyncReadExt;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_put_comes_back_and_goes_with_all_that_is_below_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = BackupStore::open(&BackupPlace::Data, directory.path()).unwrap().unwrap();
+        let content: Vec<u8> =
+            (0..20_000_000_u32).map(|n| (n.wrapping_mul(n) >> 7) as u8).collect();
+        let mut upload = store.upload("one/base/large");
+        for piece in content.chunks(1 << 20) {
+            upload.write(piece).await.unwrap();
+        }
+        let bytes = upload.finish().await.unwrap();
+        assert!(bytes > 0 && bytes < content.len() as u64);
+        store.put("one/base/small", Bytes::from_static(b"{}")).await.unwrap();
+        store.put("two/small", Bytes::from_static(b"{}")).await.unwrap();
+        let mut back = Vec::new();
+        store.content("one/base/large").await.unwrap().read_to_end(&mut back).await.unwrap();
+        assert!(back == content);
+        assert_eq!(&store.get("one/base/small").await.unwrap()[..], b"{}");
+        let mut names = store.names("one/base").await.unwrap();
+        names.sort();
+        assert_eq!(names, ["large", "small"]);
+        assert_eq!(store.names("one").await.unwrap(), ["base"]);
+        store.remove("one").await.unwrap();
+        store.remove("one").await.unwrap();
+        store.remove("two/small").await.unwrap();
+        assert!(store.names("one").await.unwrap().is_empty());
+        assert_eq!(store.get("two/small").await.unwrap_err().code, ErrorCode::Unavailable);
+    }
+
+    #[tokio::test]
+    async fn an_upload_that_is_given_up_is_not_there() {
+        let directory = tempfile::tempdir().unwrap();
+        let place = BackupPlace::Folder(directory.path().join("elsewhere"));
+        let store = BackupStore::open(&place, directory.path()).unwrap().unwrap();
+        let mut upload = store.upload("one/large");
+        let content: Vec<u8> =
+            (0..20_000_000_u32).map(|n| (n.wrapping_mul(n) >> 7) as u8).collect();
+        upload.write(&content).await.unwrap();
+        upload.give_up().await;
+        assert!(store.names("one").await.unwrap().is_empty());
+    }
+}
