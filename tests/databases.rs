@@ -30,6 +30,7 @@ suite! {
     what_was_committed_survives_the_death_of_machine_and_server,
     a_clone_is_its_own_and_its_source_goes_on,
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
+    databases_with_names_share_one_port,
     a_database_that_cannot_be_is_refused;
     soak: a_clone_may_have_another_size, twenty_deaths_lose_no_commit, fifty_databases_leave_nothing_over,
 }
@@ -565,6 +566,55 @@ async fn a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered(hos
     sql(&filled.url, own).await;
     filled.inside("rm /var/lib/postgresql/filler /var/lib/postgresql/more").await;
     filled.takes_writes_again().await;
+    host.end(server).await;
+}
+
+async fn databases_with_names_share_one_port(host: Host) {
+    let _room = host.room(1).await;
+    let environment = vec![("ATOLL_DATABASES_SUFFIX", "db.example".to_owned())];
+    let server = Server::start_with(Options { environment, ..Options::default() }).await;
+    let client = server.client();
+    let (first, second) = tokio::join!(any(client), any(client));
+    let sandbox = CreateSandbox { databases: Some(vec![first.0.to_string()]), ..small() };
+    let sandbox = client.create_sandbox(&sandbox).await.unwrap().id;
+    let inside = async |cmd: String| {
+        client.exec(&sandbox, &command(cmd)).await.unwrap().stdout.trim().to_owned()
+    };
+    // Nobody outside knows that domain.
+    let found = format!("getent ahostsv4 {} | awk 'NR == 1 {{ print $1 }}'", first.1.host);
+    let address = inside(found).await;
+    assert!(address.starts_with("100."), "{address}");
+
+    for (id, connection) in [&first, &second] {
+        assert_eq!(connection.host, format!("{id}.db.example"));
+        assert_eq!(connection.port, first.1.port);
+        let url = format!("{}&hostaddr={address}", connection.connection_url);
+        assert_eq!(sql(&url, "SELECT current_database()").await, connection.database);
+        let certificate = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(certificate.path(), connection.ca_certificate.clone().unwrap()).unwrap();
+        let verified = url.replace("sslmode=require", "sslmode=verify-full");
+        let verified = format!("{verified}&sslrootcert={}", certificate.path().display());
+        assert_eq!(sql(&verified, "SELECT 1").await, "1");
+    }
+    let url = format!("{}&hostaddr={address}", first.1.connection_url);
+    // Whose password it is says nothing of where it leads to.
+    let other = url.replace(&first.1.host, &second.1.host);
+    assert!(refused(&other).await.contains("password"));
+    let unknown = refused(&url.replace(&first.0.to_string(), &DatabaseId::random().to_string()));
+    assert!(unknown.await.contains("there is no database"));
+    let plain = refused(&url.replace("sslmode=require", "sslmode=disable")).await;
+    assert!(plain.contains("sslmode=require"), "{plain}");
+
+    let sleeping = asleep(&url).await;
+    let pid = Pid::from_raw(sleeping.id().unwrap().cast_signed()).unwrap();
+    kill_process(pid, Signal::INT).unwrap();
+    let cancelled = tokio::time::timeout(SOON, sleeping.wait_with_output()).await.unwrap().unwrap();
+    let said = String::from_utf8_lossy(&cancelled.stderr);
+    assert!(said.contains("canceling statement due to user request"), "{said}");
+    for (id, _) in [first, second] {
+        client.delete_database(&id).await.unwrap();
+    }
+    client.delete_sandbox(&sandbox).await.unwrap();
     host.end(server).await;
 }
 

@@ -3,6 +3,7 @@
 use std::{net::IpAddr, ops::RangeInclusive, path::PathBuf, str::FromStr, time::Duration};
 
 use clap::Args;
+use server::Door;
 use server::database::{BackupPlace, BackupSettings, CertificateFiles, DatabaseSettings};
 
 use crate::failure::Failure;
@@ -16,10 +17,21 @@ pub(crate) struct DatabaseFlags {
         value_name = "FIRST-LAST",
         default_value = "15432-19999"
     )]
-    pub(crate) databases_ports: Ports,
+    databases_ports: Ports,
     /// The host in their URLs [default: an address of the server's own, for this host and its sandboxes]
     #[arg(long, env = "ATOLL_DATABASES_HOST", value_name = "HOST")]
     databases_host: Option<String>,
+    /// A domain: each database is reached by its id below it, such as ID.db.example.com, and all at the first of the ports
+    ///
+    /// In sandboxes these names are known. Elsewhere they have to lead to --databases-listen, by a wildcard record.
+    #[arg(
+        long,
+        env = "ATOLL_DATABASES_SUFFIX",
+        value_name = "DOMAIN",
+        value_parser = suffix,
+        conflicts_with = "databases_host"
+    )]
+    databases_suffix: Option<String>,
     /// An address of this host at which they are reached as well, for clients elsewhere
     #[arg(long, env = "ATOLL_DATABASES_LISTEN", value_name = "ADDRESS")]
     databases_listen: Option<IpAddr>,
@@ -91,6 +103,11 @@ pub(crate) struct DatabaseFlags {
 }
 
 impl DatabaseFlags {
+    /// Where sandboxes reach them.
+    pub(crate) fn door(&self) -> Door {
+        Door { ports: self.databases_ports.range(), suffix: self.databases_suffix.clone() }
+    }
+
     pub(crate) fn settings(&self) -> Result<DatabaseSettings, Failure> {
         let certificate = match (self.databases_certificate.clone(), self.databases_key.clone()) {
             (Some(certificate), Some(key)) => Some(CertificateFiles { certificate, key }),
@@ -104,6 +121,7 @@ impl DatabaseFlags {
         Ok(DatabaseSettings {
             ports: self.databases_ports.range(),
             host: self.databases_host.clone(),
+            suffix: self.databases_suffix.clone(),
             listen: self.databases_listen,
             certificate,
             idle: Duration::from_secs(self.databases_idle),
@@ -116,6 +134,20 @@ impl DatabaseFlags {
                 archive_after: Duration::from_secs(self.databases_archive_after.into()),
             },
         })
+    }
+}
+
+fn suffix(text: &str) -> Result<String, &'static str> {
+    let name = text.trim_matches('.').to_ascii_lowercase();
+    let is_label = |label: &str| {
+        (1..=63).contains(&label.len())
+            && label.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte))
+    };
+    // With an id before it it is still a name.
+    if name.len() <= 200 && name.split('.').all(is_label) {
+        Ok(name)
+    } else {
+        Err("write a domain as in db.example.com")
     }
 }
 
@@ -159,6 +191,14 @@ mod tests {
         assert_eq!(place("s3://a/b"), Ok(BackupPlace::Url("s3://a/b".to_owned())));
         for bad in ["", "s3://", "ftp://a", "http://a/b"] {
             assert!(place(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_suffix_is_a_domain() {
+        assert_eq!(suffix(".DB.example.com."), Ok("db.example.com".to_owned()));
+        for bad in ["", ".", "a..b", "a b", "*.example.com", "a/b", &"a.".repeat(101)] {
+            assert!(suffix(bad).is_err(), "{bad}");
         }
     }
 

@@ -80,7 +80,7 @@ impl Settings {
                 deny: self.egress_deny.clone(),
                 allow: self.egress_allow.clone(),
                 permit: self.egress_permit.clone(),
-                door: Some(self.databases.databases_ports.range()),
+                door: Some(self.databases.door()),
             },
             data_dir,
             cache_dir,

@@ -31,6 +31,6 @@ pub use app::App;
 pub use config::{Capacity, Config, PreviewAccess, PreviewConfig};
 pub use error::Error;
 pub use local::Local;
-pub use machine::network::{Destination, HostPolicy};
+pub use machine::network::{Destination, Door, HostPolicy};
 pub use privileges::give_up_privileges;
 pub use run::{prepare, run};

@@ -37,13 +37,13 @@ pub use self::{
     destination::{Destination, DestinationError},
     gate::Gate,
     host::{OnHost, instances_on_host},
-    policy::{Egress, HostPolicy, Policy, Traffic},
+    policy::{Door, Egress, HostPolicy, Policy, Traffic},
 };
 use self::{
     address::{Instance, LINK_PREFIX, Slot, TAP, UPLINK},
     command::Program,
     guard::Guard,
-    resolver::{Forwarder, Upstream},
+    resolver::{Forwarder, OwnNames, Upstream},
 };
 use crate::tap::Tap;
 
@@ -127,10 +127,12 @@ impl Networks {
     }
 
     fn unguarded(instance: Instance, config: NetworkConfig) -> Self {
+        let suffix = config.policy.door.as_ref().and_then(|door| door.suffix.clone());
+        let own_names = suffix.map(|suffix| OwnNames { suffix, address: instance.door() });
         Self {
             instance,
             policy: Arc::new(config.policy),
-            upstream: Arc::new(Upstream::new(config.resolvers)),
+            upstream: Arc::new(Upstream::new(config.resolvers, own_names)),
             guard: Guard::default(),
         }
     }

@@ -33,9 +33,16 @@ pub struct HostPolicy {
     pub allow: Vec<Destination>,
     /// Reached by those sandboxes alone whose own policy names it.
     pub permit: Vec<Destination>,
-    /// Ports at the instance's own address, which sandboxes with the internet reach; who listens there has to look who
-    /// comes. `None`: there is no such address.
-    pub door: Option<RangeInclusive<u16>>,
+    /// `None`: there is no such address.
+    pub door: Option<Door>,
+}
+
+/// The instance's own address, which sandboxes with the internet reach; who listens there has to look who comes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Door {
+    pub ports: RangeInclusive<u16>,
+    /// For sandboxes every name below it, and itself, is that address. In lower case, without dots around it.
+    pub suffix: Option<String>,
 }
 
 impl HostPolicy {

@@ -1,5 +1,5 @@
 //! The guest's resolver at its gateway: hands each query to the host's resolvers, which may be where no
-//! guest can reach. It keeps nothing and makes nothing up.
+//! guest can reach. It keeps nothing, and makes nothing up but the names that are the host's own.
 //!
 //! A guest costs only itself: its queries in a second and in flight are bounded, each is sent at most once to
 //! each resolver, and whatever comes back goes to the guest alone.
@@ -104,12 +104,25 @@ pub(super) fn bind(address: Ipv4Addr) -> io::Result<Sockets> {
 #[derive(Debug)]
 pub(super) struct Upstream {
     resolvers: Vec<SocketAddr>,
+    own_names: Option<OwnNames>,
     places: Semaphore,
 }
 
+/// All names below one, and that itself, have one address.
+#[derive(Debug)]
+pub(super) struct OwnNames {
+    pub(super) suffix: String,
+    pub(super) address: Ipv4Addr,
+}
+
 impl Upstream {
-    pub(super) fn new(resolvers: Vec<SocketAddr>) -> Self {
-        Self { resolvers, places: Semaphore::new(QUERIES_IN_ALL) }
+    pub(super) fn new(resolvers: Vec<SocketAddr>, own_names: Option<OwnNames>) -> Self {
+        Self { resolvers, own_names, places: Semaphore::new(QUERIES_IN_ALL) }
+    }
+
+    fn own_answer(&self, query: &[u8]) -> Option<Vec<u8>> {
+        let OwnNames { suffix, address } = self.own_names.as_ref()?;
+        message::is_within(query, suffix).then(|| message::addressed(query, *address))
     }
 }
 
@@ -194,6 +207,9 @@ impl Guest {
                 Some(message::refusal(query, Code::Refused))
             }
             Verdict::Forward => {
+                if let Some(answer) = self.upstream.own_answer(query) {
+                    return Some(answer);
+                }
                 let Ok(_place) = self.upstream.places.try_acquire() else {
                     return Some(message::refusal(query, Code::ServerFailure));
                 };
@@ -393,7 +409,7 @@ mod tests {
 
     fn guest(resolvers: Vec<SocketAddr>) -> Guest {
         Guest {
-            upstream: Arc::new(Upstream::new(resolvers)),
+            upstream: Arc::new(Upstream::new(resolvers, None)),
             switch: Switch::new(Egress::Internet),
             budget: Mutex::new(Budget::new(QUERIES_A_SECOND, QUERIES_AT_ONCE)),
         }

@@ -10,7 +10,7 @@ use std::{fmt::Write, ops::RangeInclusive};
 use super::{
     address::{GATEWAY, GUEST, GUEST_MAC, INSTANCE_PREFIX, Instance, TAP, UPLINK},
     destination::Destination,
-    policy::{CLOSED, Egress, HostPolicy, Policy},
+    policy::{CLOSED, Door, Egress, HostPolicy, Policy},
 };
 
 /// Of one guest. The host's table of connections is everybody's.
@@ -35,7 +35,7 @@ pub(super) fn host_table(instance: Instance, host: &HostPolicy) -> String {
     let table = instance.table();
     let link = instance.link_prefix();
     let range = format!("{}/{INSTANCE_PREFIX}", instance.range());
-    let door = host.door.as_ref().map_or_else(String::new, |ports| {
+    let door = host.door.as_ref().map_or_else(String::new, |Door { ports, .. }| {
         format!("    {} accept\n", door(Packets::Sent, instance, ports))
     });
     let closed = CLOSED.join(", ");
@@ -280,7 +280,7 @@ fn judge(
     for destination in host.deny.iter().chain(&policy.deny) {
         refuse(text, packets, destination);
     }
-    if let Some(ports) = host.door.as_ref().filter(|_| policy.egress == Egress::Internet) {
+    if let Some(Door { ports, .. }) = host.door.as_ref().filter(|_| policy.egress == Egress::Internet) {
         let _ = writeln!(text, "    {} {passed}", door(packets, instance, ports));
     }
     for destination in host.opened() {

@@ -78,6 +78,14 @@ impl Client {
         Err(malformed("requests without a start"))
     }
 
+    /// The host that the client wants to reach, where its greeting of TLS says so (RFC 6066).
+    pub(super) fn wanted_host(&self) -> Option<&str> {
+        match self {
+            Self::Plain(_) => None,
+            Self::Tls(stream) => stream.get_ref().1.server_name(),
+        }
+    }
+
     /// As PostgreSQL itself would refuse it, and the end.
     pub(super) async fn refuse(mut self, code: &str, message: &str) -> io::Result<()> {
         self.write_all(&refusal(code, message)).await?;

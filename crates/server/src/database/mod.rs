@@ -7,6 +7,7 @@ mod credentials;
 mod greeting;
 mod life;
 mod proxy;
+mod routing;
 mod requests;
 mod room;
 mod settings;
@@ -80,10 +81,10 @@ pub struct Databases {
     clock: Clock,
     sandboxes: Arc<Sandboxes>,
     settings: DatabaseSettings,
-    /// In URLs.
+    /// In URLs, where databases have no names of their own.
     host: String,
-    /// Where clients come to.
-    addresses: Vec<IpAddr>,
+    /// Where sandboxes come to.
+    door: IpAddr,
     tls: Tls,
     backups: Backups,
     entries: RwLock<HashMap<DatabaseId, Arc<Entry>>>,
@@ -99,6 +100,8 @@ pub(crate) struct Entry {
     /// Held by whoever starts PostgreSQL or changes how it is reached.
     turn: AsyncMutex<()>,
     sessions: AtomicU64,
+    /// Where their clients are, each once for each session.
+    visitors: Mutex<Vec<IpAddr>>,
     /// Why it refuses writes.
     short_of: Mutex<Option<String>>,
     archive: Archive,
@@ -112,6 +115,7 @@ pub(crate) struct Entry {
 /// One client's connection, for as long as this lives.
 struct Session {
     entry: Arc<Entry>,
+    from: IpAddr,
     end: CancellationToken,
 }
 
@@ -124,6 +128,10 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         self.entry.sessions.fetch_sub(1, Ordering::Relaxed);
+        let mut visitors = self.entry.visitors.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(at) = visitors.iter().position(|visitor| *visitor == self.from) {
+            visitors.swap_remove(at);
+        }
     }
 }
 
@@ -133,6 +141,7 @@ impl Entry {
             row: watch::Sender::new(row),
             turn: AsyncMutex::new(()),
             sessions: AtomicU64::new(0),
+            visitors: Mutex::default(),
             short_of: Mutex::default(),
             archive: Archive::default(),
             sessions_end: Mutex::default(),
@@ -178,12 +187,17 @@ impl Entry {
     }
 
     /// `None` when there are `most` already.
-    fn begin_session(self: &Arc<Self>, most: u64) -> Option<Session> {
+    fn begin_session(self: &Arc<Self>, from: IpAddr, most: u64) -> Option<Session> {
         let before = self.sessions.fetch_add(1, Ordering::Relaxed);
+        self.visitors.lock().unwrap_or_else(PoisonError::into_inner).push(from);
         let end = self.sessions_end.lock().unwrap_or_else(PoisonError::into_inner).clone();
         self.archive.visited.notify_one();
-        let session = Session { entry: Arc::clone(self), end };
+        let session = Session { entry: Arc::clone(self), from, end };
         (before < most).then_some(session)
+    }
+
+    fn is_visited_from(&self, from: IpAddr) -> bool {
+        self.visitors.lock().unwrap_or_else(PoisonError::into_inner).contains(&from)
     }
 
     fn end_sessions(&self) {
@@ -204,17 +218,17 @@ impl Databases {
         let settings = config.databases.clone();
         let door = IpAddr::V4(sandboxes.door());
         let host = settings.host.clone().unwrap_or_else(|| door.to_string());
+        let named = settings.suffix.as_ref().map(|suffix| format!("*.{suffix}"));
         let directory = config.data_dir.join("database-tls");
-        let tls = Tls::open(settings.certificate.as_ref(), &directory, &host, door).await?;
+        let tls = Tls::open(settings.certificate.as_ref(), &directory, named.as_ref().unwrap_or(&host), door).await?;
         let backups = Backups::open(&settings.backups, &config.data_dir)?;
-        let addresses = std::iter::once(door).chain(settings.listen).collect();
         Ok(Arc::new(Self {
             db,
             clock,
             sandboxes,
             settings,
             host,
-            addresses,
+            door,
             tls,
             backups,
             entries: RwLock::default(),
@@ -238,6 +252,7 @@ impl Databases {
             self.insert(&entry);
             self.tasks.spawn(Arc::clone(self).keep(entry, caller, Vec::new()));
         }
+        self.tasks.spawn(Arc::clone(self).route());
         self.tasks.spawn(Arc::clone(self).remove_backups());
         for (account, sandbox) in self.sandboxes.managed() {
             if !known.contains(&sandbox) {

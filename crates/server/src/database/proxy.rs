@@ -1,4 +1,4 @@
-//! The way to databases: a port for each at the server's own address. Who comes from a sandbox is known by its address
+//! The way to databases: a port for each at the server's own address, or their names ([`super::routing`]). Who comes from a sandbox is known by its address
 //! and let in by its account; everybody else by the password alone. Nothing is looked at after the greeting.
 
 use std::{
@@ -32,21 +32,25 @@ const BUFFER: usize = 64 << 10;
 /// Of one database; PostgreSQL itself takes fewer.
 const MOST_SESSIONS: u64 = 2000;
 /// After a failure to accept: nothing can be done but wait.
-const PAUSE: Duration = Duration::from_millis(200);
+pub(super) const PAUSE: Duration = Duration::from_millis(200);
 /// A client that is gone without a word keeps a database from hibernating until then.
 const KEEPALIVE: Duration = Duration::from_secs(60);
 
 /// Invalid authorization specification.
-const NOT_ALLOWED: &str = "28000";
+pub(super) const NOT_ALLOWED: &str = "28000";
 const TOO_MANY: &str = "53300";
 const CANNOT_CONNECT_NOW: &str = "57P03";
 
 impl Databases {
-    /// At the server's address, and at the operator's if there is one.
+    /// At the server's address, and at the operator's if there is one. Where databases have names, that one shows no other
+    /// port than theirs.
     pub(super) async fn listen(&self, port: u16) -> io::Result<Vec<TcpListener>> {
+        let is_hidden = self.routed_port().is_some_and(|routed| routed != port);
         let mut listeners = Vec::new();
-        for address in &self.addresses {
-            listeners.push(TcpListener::bind((*address, port)).await?);
+        for address in
+            std::iter::once(self.door).chain(self.settings.listen.filter(|_| !is_hidden))
+        {
+            listeners.push(TcpListener::bind((address, port)).await?);
         }
         Ok(listeners)
     }
@@ -94,19 +98,25 @@ impl Databases {
         stream: TcpStream,
         from: SocketAddr,
     ) -> io::Result<()> {
-        keep_alive(&stream)?;
-        let greeted = Client::greeted(stream, &self.tls.acceptor);
-        let (client, greeting) = timeout(GREETING, greeted).await??;
+        let (mut client, greeting) = self.greeted(stream).await?;
         if !self.admits(entry, from.ip()) {
             return client.refuse(NOT_ALLOWED, "this sandbox's account has no such database").await;
         }
         match greeting {
-            Greeting::Cancel(message) => self.cancel(entry, client, &message).await,
-            Greeting::Start(message) => self.run(entry, client, &message).await,
+            Greeting::Cancel(message) => {
+                self.cancel(entry, &message).await?;
+                client.shutdown().await
+            }
+            Greeting::Start(message) => self.run(entry, client, from.ip(), &message).await,
         }
     }
 
-    fn admits(&self, entry: &Entry, from: IpAddr) -> bool {
+    pub(super) async fn greeted(&self, stream: TcpStream) -> io::Result<(Client, Greeting)> {
+        keep_alive(&stream)?;
+        timeout(GREETING, Client::greeted(stream, &self.tls.acceptor)).await?
+    }
+
+    pub(super) fn admits(&self, entry: &Entry, from: IpAddr) -> bool {
         let IpAddr::V4(address) = from.to_canonical() else { return true };
         match self.sandboxes.visitor(address) {
             Visitor::Other => true,
@@ -116,23 +126,24 @@ impl Databases {
     }
 
     /// One that does not run has nothing to cancel. No answer is due.
-    async fn cancel(&self, entry: &Entry, mut client: Client, message: &[u8]) -> io::Result<()> {
+    pub(super) async fn cancel(&self, entry: &Entry, message: &[u8]) -> io::Result<()> {
         if let Some(mut guest) = self.dial(entry).await {
             guest.write_all(message).await?;
             // PostgreSQL closes once it is done.
             let _ = timeout(CANCEL, guest.read(&mut [0])).await;
         }
-        client.shutdown().await
+        Ok(())
     }
 
-    async fn run(
+    pub(super) async fn run(
         self: &Arc<Self>,
         entry: &Arc<Entry>,
         mut client: Client,
+        from: IpAddr,
         message: &[u8],
     ) -> io::Result<()> {
         // Before anything is looked at, so that it does not go to sleep meanwhile.
-        let Some(session) = entry.begin_session(MOST_SESSIONS) else {
+        let Some(session) = entry.begin_session(from, MOST_SESSIONS) else {
             return client.refuse(TOO_MANY, "too many connections to this database").await;
         };
         let (_in_use, mut guest) = match self.reach(entry).await {

@@ -108,7 +108,8 @@ impl Databases {
     fn free_ports(&self) -> Vec<u16> {
         let taken: Vec<u16> = self.all().iter().map(|entry| entry.look(|row| row.port)).collect();
         let ports = self.settings.ports.clone();
-        ports.filter(|port| !taken.contains(port)).take(PORT_TRIES).collect()
+        let is_free = |port: &u16| !taken.contains(port) && self.routed_port() != Some(*port);
+        ports.filter(is_free).take(PORT_TRIES).collect()
     }
 
     /// One that is being made is waited for a while.
@@ -160,12 +161,16 @@ impl Databases {
     }
 
     pub(super) fn connection_to(&self, entry: &Entry) -> DatabaseConnection {
+        let (host, port) = self.way_to(entry);
+        // Without TLS nobody can say which one is meant.
+        let options = if self.routed_port().is_some() { "?sslmode=require" } else { "" };
         entry.look(|row| {
             let Credentials { role, password, database, .. } = &row.credentials;
-            let (host, port) = (&self.host, row.port);
             DatabaseConnection {
-                connection_url: format!("postgresql://{role}:{password}@{host}:{port}/{database}"),
-                host: host.clone(),
+                connection_url: format!(
+                    "postgresql://{role}:{password}@{host}:{port}/{database}{options}"
+                ),
+                host,
                 port,
                 username: role.clone(),
                 password: password.clone(),

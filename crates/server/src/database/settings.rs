@@ -10,7 +10,10 @@ pub struct DatabaseSettings {
     pub ports: RangeInclusive<u16>,
     /// In URLs, instead of the address at which sandboxes reach the server.
     pub host: Option<String>,
-    /// Beside that address, for clients from elsewhere.
+    /// With it each has a name, its id below that, and all are reached by their names at the first of the ports. In lower
+    /// case, without dots around it.
+    pub suffix: Option<String>,
+    /// Beside the server's own address, for clients from elsewhere.
     pub listen: Option<IpAddr>,
     /// Default: one that the server makes for itself.
     pub certificate: Option<CertificateFiles>,
@@ -62,6 +65,7 @@ impl Default for DatabaseSettings {
         Self {
             ports: 15_432..=19_999,
             host: None,
+            suffix: None,
             listen: None,
             certificate: None,
             idle: Duration::from_secs(300),

@@ -1,4 +1,6 @@
-//! As much of a DNS message as a forwarder has to know. Pure; both sides are hostile.
+//! As much of a DNS message (RFC 1035) as a forwarder has to know. Pure; both sides are hostile.
+
+use std::net::Ipv4Addr;
 
 /// Identity, flags and four counts.
 const HEADER: usize = 12;
@@ -58,6 +60,37 @@ fn question(query: &[u8]) -> Option<&[u8]> {
         }
     }
     query.get(HEADER..at + 1 + TYPE_AND_CLASS)
+}
+
+/// Whether it asks for a name below `suffix`, which is in lower case, or for that itself.
+pub(super) fn is_within(query: &[u8], suffix: &str) -> bool {
+    let Some(question) = question(query) else { return false };
+    let mut rest = &question[..question.len() - TYPE_AND_CLASS];
+    let mut labels = Vec::new();
+    while let Some((&length @ 1.., after)) = rest.split_first() {
+        let (label, after) = after.split_at(length.into());
+        labels.push(label.to_ascii_lowercase());
+        rest = after;
+    }
+    let name = labels.join(&b'.');
+    let before = name.strip_suffix(suffix.as_bytes());
+    before.is_some_and(|before| before.is_empty() || before.ends_with(b"."))
+}
+
+/// The one address of a name. It has no records of other types.
+pub(super) fn addressed(query: &[u8], address: Ipv4Addr) -> Vec<u8> {
+    /// Type and class.
+    const ADDRESS_ON_THE_INTERNET: [u8; TYPE_AND_CLASS] = [0, 1, 0, 1];
+    const SECONDS: [u8; 4] = [0, 0, 0, 60];
+    /// A pointer to the question's.
+    const NAME: [u8; 2] = [0xc0, HEADER as u8];
+    let mut answer = reply(query, 0, 0);
+    if question(query).is_some_and(|question| question.ends_with(&ADDRESS_ON_THE_INTERNET)) {
+        answer[7] = 1;
+        answer.extend(NAME.into_iter().chain(ADDRESS_ON_THE_INTERNET).chain(SECONDS).chain([0, 4]));
+        answer.extend(address.octets());
+    }
+    answer
 }
 
 /// Whether `answer` is one to `query`.
@@ -122,7 +155,31 @@ mod tests {
         assert_eq!(judge(&query(1, 1)[..20]), Verdict::Refuse(Code::FormatError));
     }
 
+    #[test]
+    fn a_name_of_our_own_has_one_address_and_nothing_else() {
+        for (suffix, is_within_it) in [("example", true), ("ple", false), ("a.example", false)] {
+            assert_eq!(is_within(&query(1, 1), suffix), is_within_it, "{suffix}");
+        }
+        let below = b"\x07\x07\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x01A\x07eXample\x00\x00\x01\x00\x01";
+        assert!(is_within(below, "example") && is_within(below, "a.example"));
+        let address = Ipv4Addr::new(100, 64, 8, 0);
+        let answer = addressed(below, address);
+        assert_eq!(answer[..12], [7, 7, 0x81, 0x80, 0, 1, 0, 1, 0, 0, 0, 0]);
+        assert!(answer.ends_with(&[0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 100, 64, 8, 0]));
+        const AAAA: u16 = 28;
+        let other = addressed(&query(1, AAAA), address);
+        assert_eq!((other[3], &other[4..12]), (0x80, &[0, 1, 0, 0, 0, 0, 0, 0][..]));
+    }
+
     proptest! {
+        #[test]
+        fn a_name_is_looked_at_in_any_message(message in proptest::collection::vec(any::<u8>(), 0..600)) {
+            if judge(&message) == Verdict::Forward {
+                is_within(&message, "example");
+                prop_assert!(answers(&message, &addressed(&message, Ipv4Addr::LOCALHOST)));
+            }
+        }
+
         #[test]
         fn no_message_is_answered_with_more_than_it_brought(message in proptest::collection::vec(any::<u8>(), 0..600)) {
             match judge(&message) {

@@ -161,5 +161,5 @@ async fn at_the_door_a_guest_with_the_internet_reaches_the_ports_that_were_named
 }
 
 fn with_door(first: u16, last: u16) -> HostPolicy {
-    HostPolicy { door: Some(first..=last), ..HostPolicy::default() }
+    HostPolicy { door: Some(Door { ports: first..=last, suffix: None }), ..HostPolicy::default() }
 }
