@@ -33,6 +33,7 @@ suite! {
     databases_with_names_share_one_port,
     a_database_that_cannot_be_is_refused;
     soak: a_clone_may_have_another_size, twenty_deaths_lose_no_commit, fifty_databases_leave_nothing_over,
+        a_gigabyte_is_copied_in_and_out,
 }
 
 /// A template and a size that were never used on this host are made first.
@@ -176,13 +177,6 @@ async fn only_its_own_credentials_open_a_database(host: Host) {
     }
 }
 
-/// The first message of a session without TLS.
-fn start_of(connection: &DatabaseConnection) -> Vec<u8> {
-    let fields = format!("user\0{}\0database\0{}\0\0", connection.username, connection.database);
-    let length = u32::try_from(fields.len() + 8).unwrap();
-    [&length.to_be_bytes()[..], &(3_u32 << 16).to_be_bytes(), fields.as_bytes()].concat()
-}
-
 /// The first byte that PostgreSQL answers a start with: `R` asks for a password, `E` refuses.
 async fn first_answer(sandbox: &Sandbox, connection: &DatabaseConnection) -> String {
     let script = format!(
@@ -301,19 +295,13 @@ async fn sessions_are_what_they_are_without_a_server_between(host: Host) {
     let heard = tokio::time::timeout(SOON, heard).await.unwrap().unwrap();
     assert!(String::from_utf8_lossy(&heard.stdout).contains("hello"), "{heard:?}");
 
-    // All at once, each asked for its password.
-    let mut sessions = Vec::new();
-    for _ in 0..200 {
-        let mut session =
-            TcpStream::connect((connection.host.as_str(), connection.port)).await.unwrap();
-        session.write_all(&start_of(&connection)).await.unwrap();
-        sessions.push(session);
-    }
-    for session in &mut sessions {
-        let mut answer = [0];
-        tokio::time::timeout(SOON, session.read_exact(&mut answer)).await.unwrap().unwrap();
-        assert_eq!(answer, *b"R");
-    }
+    // All are there before the first asks.
+    std::fs::write(directory.path().join("ask"), "SELECT 1;\n").unwrap();
+    let arguments = [url, "-n", "-c", "200", "-j", "2", "-t", "2", "-f"];
+    let asked = Command::new("pgbench").args(arguments).arg(directory.path().join("ask")).output();
+    let asked = tokio::time::timeout(SOON * 2, asked).await.unwrap().unwrap();
+    let told = String::from_utf8_lossy(&asked.stdout);
+    assert!(told.contains("processed: 400/400"), "{asked:?}");
     client.delete_database(&id).await.unwrap();
 }
 
@@ -600,8 +588,8 @@ async fn databases_with_names_share_one_port(host: Host) {
     // Whose password it is says nothing of where it leads to.
     let other = url.replace(&first.1.host, &second.1.host);
     assert!(refused(&other).await.contains("password"));
-    let unknown = refused(&url.replace(&first.0.to_string(), &DatabaseId::random().to_string()));
-    assert!(unknown.await.contains("there is no database"));
+    let unknown = url.replace(&first.0.to_string(), &DatabaseId::random().to_string());
+    assert!(refused(&unknown).await.contains("there is no database"));
     let plain = refused(&url.replace("sslmode=require", "sslmode=disable")).await;
     assert!(plain.contains("sslmode=require"), "{plain}");
 
@@ -675,9 +663,20 @@ async fn twenty_deaths_lose_no_commit(host: Host) {
     let (id, connection) = any(server.client()).await;
     let url = connection.connection_url.as_str();
     sql(url, "CREATE TABLE ledger (x bigint PRIMARY KEY)").await;
+    let prepared = Command::new("pgbench").args(["-i", "-q", "-s", "5", url]).output();
+    assert!(prepared.await.unwrap().status.success());
     for round in 1..=20 {
+        let load = Command::new("pgbench")
+            .args(["-n", "-c", "4", "-T", "600", url])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn();
         lose_nothing(&server, &id, url, round).await;
+        load.unwrap().kill().await.unwrap();
     }
+    let sums = "SELECT (SELECT sum(abalance) FROM pgbench_accounts) = (SELECT sum(bbalance) FROM pgbench_branches)";
+    assert_eq!(sql(url, sums).await, "t");
     is_whole(server.client(), &id).await;
     server.client().delete_database(&id).await.unwrap();
 }
@@ -690,4 +689,21 @@ async fn fifty_databases_leave_nothing_over(host: Host) {
         server.client().delete_database(&id).await.unwrap();
     }
     assert_eq!(server.client().databases().await.unwrap(), []);
+}
+
+async fn a_gigabyte_is_copied_in_and_out(host: Host) {
+    let server = host.server().await;
+    let (id, connection) = any(server.client()).await;
+    let url = connection.connection_url.as_str();
+    sql(url, "CREATE TABLE copied (line text)").await;
+    // 10 million lines of 100 bytes: more than the disk begins with, in the log and the table.
+    let script = format!(
+        "lines() {{ seq -f '%094.0f-line' 1 10000000; }}; sum=$(lines | sha256sum); \
+         lines | psql '{url}' -v ON_ERROR_STOP=1 -Xqc 'COPY copied FROM STDIN'; \
+         test \"$(psql '{url}' -v ON_ERROR_STOP=1 -Xqc 'COPY copied TO STDOUT' | sha256sum)\" = \"$sum\""
+    );
+    let copied = Command::new("bash").args(["-eo", "pipefail", "-c", &script]).output();
+    let copied = tokio::time::timeout(SOON * 15, copied).await.unwrap().unwrap();
+    assert!(copied.status.success(), "{}", String::from_utf8_lossy(&copied.stderr));
+    server.client().delete_database(&id).await.unwrap();
 }

@@ -280,7 +280,9 @@ fn judge(
     for destination in host.deny.iter().chain(&policy.deny) {
         refuse(text, packets, destination);
     }
-    if let Some(Door { ports, .. }) = host.door.as_ref().filter(|_| policy.egress == Egress::Internet) {
+    if let Some(Door { ports, .. }) =
+        host.door.as_ref().filter(|_| policy.egress == Egress::Internet)
+    {
         let _ = writeln!(text, "    {} {passed}", door(packets, instance, ports));
     }
     for destination in host.opened() {

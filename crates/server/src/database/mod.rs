@@ -7,9 +7,9 @@ mod credentials;
 mod greeting;
 mod life;
 mod proxy;
-mod routing;
 mod requests;
 mod room;
+mod routing;
 mod settings;
 mod tls;
 
@@ -220,7 +220,13 @@ impl Databases {
         let host = settings.host.clone().unwrap_or_else(|| door.to_string());
         let named = settings.suffix.as_ref().map(|suffix| format!("*.{suffix}"));
         let directory = config.data_dir.join("database-tls");
-        let tls = Tls::open(settings.certificate.as_ref(), &directory, named.as_ref().unwrap_or(&host), door).await?;
+        let tls = Tls::open(
+            settings.certificate.as_ref(),
+            &directory,
+            named.as_ref().unwrap_or(&host),
+            door,
+        )
+        .await?;
         let backups = Backups::open(&settings.backups, &config.data_dir)?;
         Ok(Arc::new(Self {
             db,

@@ -47,8 +47,7 @@ impl Databases {
     pub(super) async fn listen(&self, port: u16) -> io::Result<Vec<TcpListener>> {
         let is_hidden = self.routed_port().is_some_and(|routed| routed != port);
         let mut listeners = Vec::new();
-        for address in
-            std::iter::once(self.door).chain(self.settings.listen.filter(|_| !is_hidden))
+        for address in std::iter::once(self.door).chain(self.settings.listen.filter(|_| !is_hidden))
         {
             listeners.push(TcpListener::bind((address, port)).await?);
         }

@@ -160,7 +160,8 @@ mod tests {
         for (suffix, is_within_it) in [("example", true), ("ple", false), ("a.example", false)] {
             assert_eq!(is_within(&query(1, 1), suffix), is_within_it, "{suffix}");
         }
-        let below = b"\x07\x07\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x01A\x07eXample\x00\x00\x01\x00\x01";
+        let below =
+            b"\x07\x07\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x01A\x07eXample\x00\x00\x01\x00\x01";
         assert!(is_within(below, "example") && is_within(below, "a.example"));
         let address = Ipv4Addr::new(100, 64, 8, 0);
         let answer = addressed(below, address);
