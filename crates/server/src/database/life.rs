@@ -60,8 +60,7 @@ impl Databases {
         if entry.look(|row| row.state) != DatabaseState::Ready {
             return std::future::pending().await;
         }
-        let (id, account) = entry.look(|row| (row.id, row.account.clone()));
-        self.sandboxes.database_urls.set(id, &account, self.connection_to(entry).connection_url);
+        let id = entry.id();
         while listeners.is_empty() {
             match self.listen(entry.look(|row| row.port)).await {
                 Ok(bound) => listeners = bound,
@@ -115,6 +114,8 @@ impl Databases {
             }
             sleep(error.retry_after.unwrap_or(PROVISION_PAUSE).min(PROVISION_PAUSE)).await;
         }
+        // Whoever hears that it is ready may name it at once.
+        self.tell_sandboxes(entry);
         entry.set_unless_deleted(DatabaseState::Ready, None);
         self.write_down(entry).await;
         tracing::info!(database = %entry.id(), seconds = began.elapsed().as_secs_f64(), "ready");
@@ -347,10 +348,15 @@ impl Databases {
         }
         admin.renew(&after).await?;
         entry.end_sessions();
-        let id = entry.id();
-        self.sandboxes.database_urls.set(id, &account, self.connection_to(entry).connection_url);
-        tracing::info!(database = %id, "changed its credentials");
+        self.tell_sandboxes(entry);
+        tracing::info!(database = %entry.id(), "changed its credentials");
         Ok(())
+    }
+
+    /// How it is reached from now on.
+    pub(super) fn tell_sandboxes(&self, entry: &Entry) {
+        let (id, account) = entry.look(|row| (row.id, row.account.clone()));
+        self.sandboxes.database_urls.set(id, &account, self.connection_to(entry).connection_url);
     }
 
     async fn remove(&self, entry: &Entry) {

@@ -256,6 +256,9 @@ impl Databases {
             let entry = Arc::new(Entry::new(row));
             entry.archive.load(&self.db, &entry.id()).await?;
             self.insert(&entry);
+            if entry.look(|row| row.state) == DatabaseState::Ready {
+                self.tell_sandboxes(&entry);
+            }
             self.tasks.spawn(Arc::clone(self).keep(entry, caller, Vec::new()));
         }
         self.tasks.spawn(Arc::clone(self).route());
