@@ -169,9 +169,10 @@ async fn what_never_ran_may_be_asked_for_again() {
 async fn a_cancel_ends_the_whole_tree_and_may_come_twice() {
     let server = Server::start().await;
     let (gone, pid) = (server.directory.path().join("gone"), server.directory.path().join("pid"));
-    // Without a process of the trap's own, which the signal to the whole tree may meet as well.
+    // Without a process of the trap's own, which the signal to the whole tree may meet as well. It may meet the other one
+    // first.
     let script = format!(
-        "trap ': > {}; exit 0' TERM; sleep 600 & echo $! > {}; wait",
+        "trap ': > {}; exit 0' TERM; sleep 600 & echo $! > {}; while :; do wait; done",
         gone.display(),
         pid.display()
     );
