@@ -6,7 +6,7 @@ use std::{fs, path::Path, process::Stdio, time::Duration};
 use api::{CloneDatabase, CreateDatabase, Database, DatabaseId, DatabaseStatus};
 use client::Client;
 use serde_json::Value;
-use tests::{End, Host, Options, Server, pause, python_with, suite, until};
+use tests::{End, Host, Options, Server, pause, python_with, sql, suite, until};
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
     process::{Child, Command},
@@ -35,19 +35,6 @@ async fn ready(client: &Client, id: &DatabaseId) -> (DatabaseId, String) {
     let database = client.database_ready(id, MADE).await.unwrap();
     assert_eq!(database.status, DatabaseStatus::Running, "{database:?}");
     (database.id, database.connection.unwrap().connection_url)
-}
-
-async fn sql(url: &str, statements: &str) -> String {
-    let ended = Command::new("psql")
-        .args([url, "-XAtq", "-v", "ON_ERROR_STOP=1", "-c", statements])
-        .env("PGCONNECT_TIMEOUT", "150")
-        .kill_on_drop(true)
-        .output();
-    let output = tokio::time::timeout(SOON, ended).await.expect("psql ends");
-    let output = output.expect("psql is installed");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{statements}: {said}");
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 async fn when(client: &Client, id: &DatabaseId, what: &str, is: impl Fn(&Database) -> bool) {

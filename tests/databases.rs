@@ -1,11 +1,7 @@
 //! Databases: made, reached by whom they may, woken, killed, deleted.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
-use std::{
-    process::{Output, Stdio},
-    sync::Arc,
-    time::Duration,
-};
+use std::{process::Stdio, sync::Arc, time::Duration};
 
 use api::{
     CloneDatabase, CreateDatabase, CreateSandbox, Database, DatabaseConnection, DatabaseId,
@@ -14,7 +10,7 @@ use api::{
 use client::{Client, Method};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
-use tests::{Answer, End, Host, Options, Sandbox, Server, command, small, suite, until};
+use tests::{Answer, End, Host, Options, Sandbox, Server, command, psql, small, sql, suite, until};
 use tokio::{
     io::{AsyncBufReadExt, BufReader},
     process::{Child, Command},
@@ -52,22 +48,6 @@ async fn made(client: &Client, request: &CreateDatabase) -> Database {
 async fn any(client: &Client) -> (DatabaseId, DatabaseConnection) {
     let database = made(client, &CreateDatabase::default()).await;
     (database.id, database.connection.unwrap())
-}
-
-async fn psql(url: &str, statements: &str) -> Output {
-    let ended = Command::new("psql")
-        .args([url, "-XAtq", "-v", "ON_ERROR_STOP=1", "-c", statements])
-        .env("PGCONNECT_TIMEOUT", "100")
-        .kill_on_drop(true)
-        .output();
-    tokio::time::timeout(SOON, ended).await.expect("psql ends").expect("psql is installed")
-}
-
-async fn sql(url: &str, statements: &str) -> String {
-    let output = psql(url, statements).await;
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{statements}: {said}");
-    String::from_utf8(output.stdout).unwrap().trim().to_owned()
 }
 
 /// Why it fails.

@@ -15,14 +15,14 @@ use std::{
 };
 
 use api::{
-    CreateMachine, CreateSandbox, CreateSnapshot, CreateVolume, ExecState, ExecStream, Machine,
-    SandboxId, SandboxStatus, StartExec, VolumeMount,
+    CloneDatabase, CreateDatabase, CreateMachine, CreateSandbox, CreateSnapshot, CreateVolume,
+    ExecState, ExecStream, Machine, SandboxId, SandboxStatus, StartExec, VolumeMount,
 };
 use client::{Method, RootDisk, SandboxFilter, WriteOptions};
 use rustix::process::Signal;
 use tests::{
     End, Footprint, Held, Host, Options, Server, command, failpoints_program, from, patterned,
-    pause, small, suite, until,
+    pause, small, sql, suite, until,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -46,11 +46,12 @@ suite! {
     a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts,
     a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,
     a_machine_that_is_not_made_leaves_no_disk,
-    a_sandbox_that_failed_to_wake_lets_go_of_what_it_wrote;
+    a_sandbox_that_failed_to_wake_lets_go_of_what_it_wrote,
+    a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup;
     soak: a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops_and_starts,
 }
 
-const OPERATIONS: [&str; 17] = [
+const OPERATIONS: [&str; 18] = [
     "create",
     "exec",
     "execs",
@@ -68,6 +69,7 @@ const OPERATIONS: [&str; 17] = [
     "start",
     "attach",
     "detach",
+    "backup",
 ];
 const SETTLED: Duration = Duration::from_secs(60);
 /// A slot that no machine of these tests gets.
@@ -829,5 +831,54 @@ async fn a_sandbox_that_failed_to_wake_lets_go_of_what_it_wrote(host: Host) {
     client.delete_sandbox(&reader).await.unwrap();
     client.delete_volume(&volume.name).await.unwrap();
     victim.is_sound("failed wakes").await;
+    host.end(victim.server).await;
+}
+
+async fn a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup(host: Host) {
+    /// From the failure of one to the next.
+    const BACKED_UP: Duration = Duration::from_secs(200);
+    let _room = host.room(1).await;
+    let mut victim = Victim::alone().await;
+    let mut databases = Vec::new();
+    for (point, fault) in faults_of("backup") {
+        victim.arm(&point, fault).await;
+        let client = victim.server.client().clone();
+        // Its first backup follows when its clients have gone.
+        let request = CreateDatabase { idle_seconds: Some(6), ..CreateDatabase::default() };
+        let begun = client.create_database(&request).await.unwrap();
+        let made = client.database_ready(&begun.id, BACKED_UP).await.unwrap();
+        let url = made.connection.unwrap().connection_url;
+        sql(&url, "CREATE TABLE ledger AS SELECT 'before' AS entry").await;
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        until(&point, BACKED_UP, async || {
+            sql(&url, "SELECT 1").await;
+            pause(Duration::from_secs(4)).await;
+            let seen = client.database(&made.id).await.unwrap();
+            (seen.last_backup_at.is_some() && seen.backup_error.is_none()).then_some(())
+        })
+        .await;
+        let chains = victim.server.data().join("database-backups").join(made.id.to_string());
+        let bases = (fs::read_dir(chains).unwrap())
+            .flat_map(|chain| fs::read_dir(chain.unwrap().path()).unwrap())
+            .filter(|entry| {
+                entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("base-")
+            });
+        assert_eq!(bases.count(), 1, "{point}: what was broken off is there still");
+        databases.push((point, made.id, url));
+    }
+    for (point, id, url) in &databases {
+        let now = r#"SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"#;
+        let target_time = Some(sql(url, now).await);
+        sql(url, "INSERT INTO ledger VALUES ('after')").await;
+        let client = victim.server.client();
+        let request = CloneDatabase { target_time, ..CloneDatabase::default() };
+        let begun = client.clone_database(id, &request).await.unwrap();
+        let then = client.database_ready(&begun.id, BACKED_UP).await.unwrap();
+        let then_url = then.connection.expect(point).connection_url;
+        assert_eq!(sql(&then_url, "SELECT entry FROM ledger").await, "before", "{point}");
+        client.delete_database(&then.id).await.unwrap();
+        client.delete_database(id).await.unwrap();
+    }
     host.end(victim.server).await;
 }

@@ -12,7 +12,7 @@ use std::{
 
 use api::{CreateSnapshot, SandboxStatus};
 use client::Method;
-use tests::{Answer, End, Host, Options, Server, command, pool, small, suite, until};
+use tests::{Answer, End, Host, Options, Server, command, pool, psql, small, sql, suite, until};
 
 suite! {
     a_full_pool_refuses_creates_and_takes_them_again,
@@ -259,12 +259,7 @@ async fn a_database_refuses_writes_before_the_pool_is_full(host: Host) {
     let database = client.create_database(&api::CreateDatabase::default()).await.unwrap();
     let database = client.database_ready(&database.id, DONE * 2).await.unwrap();
     let url = database.connection.clone().unwrap().connection_url;
-    let psql = async |statements: &str| {
-        let mut psql = tokio::process::Command::new("psql");
-        let ended = psql.args([url.as_str(), "-XAtqc", statements]).kill_on_drop(true).output();
-        tokio::time::timeout(DONE, ended).await.unwrap().unwrap()
-    };
-    assert!(psql("CREATE TABLE kept (x int); INSERT INTO kept VALUES (7)").await.status.success());
+    sql(&url, "CREATE TABLE kept (x int); INSERT INTO kept VALUES (7)").await;
     let _session = tokio::process::Command::new("psql")
         .args([url.as_str(), "-XAtqc", "SELECT pg_sleep(3000)"])
         .kill_on_drop(true)
@@ -273,15 +268,15 @@ async fn a_database_refuses_writes_before_the_pool_is_full(host: Host) {
     image.fill((RESERVE_MIB / 2 - 4) << 20);
     until("writes are refused", DONE, async || client.database(&database.id).await.unwrap().error)
         .await;
-    let refused = psql("INSERT INTO kept VALUES (8)").await;
+    let refused = psql(&url, "INSERT INTO kept VALUES (8)").await;
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("read-only transaction"), "{said}");
-    assert_eq!(psql("SELECT x FROM kept").await.stdout, b"7\n");
+    assert_eq!(sql(&url, "SELECT x FROM kept").await, "7");
     image.make_room();
     until("writes are taken", DONE, async || {
-        psql("INSERT INTO kept VALUES (9)").await.status.success().then_some(())
+        psql(&url, "INSERT INTO kept VALUES (9)").await.status.success().then_some(())
     })
     .await;
-    assert_eq!(psql("SELECT count(*) FROM kept WHERE x = 7").await.stdout, b"1\n");
+    assert_eq!(sql(&url, "SELECT count(*) FROM kept WHERE x = 7").await, "1");
     host.end(server).await;
 }

@@ -11,6 +11,7 @@ mod host;
 mod interrupt;
 mod postgres;
 mod program;
+mod psql;
 mod published;
 mod python;
 mod sandbox;
@@ -27,6 +28,7 @@ pub use crate::{
     host::Host,
     postgres::Postgres,
     program::{failpoints_program, program},
+    psql::{psql, sql},
     published::published_command,
     python::{python_with, wheel_of},
     sandbox::{Sandbox, command, patterned, small},

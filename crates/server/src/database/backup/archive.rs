@@ -305,6 +305,7 @@ impl Databases {
                     return Err(error);
                 }
             };
+            fault::point!("backup.segment_stored", Error::internal);
             chain.next_segment = segment + 1;
             self.keep_chain(entry, chain).await?;
             // It may be thrown away. After a crash the slot may be back where it was; nothing is lost by that.

@@ -62,6 +62,7 @@ impl Databases {
         }
         let name = base_name(&id, chain.chain, base);
         let (first, bytes) = (backup.start.segment(), copy(&mut backup, store, &name).await?);
+        fault::point!("backup.base_copied", Error::internal);
         let now = "SELECT (floor(extract(epoch FROM clock_timestamp()) * 1000) + 1)::bigint";
         let row = admin.row(now).await?;
         let ended_at = row.first().and_then(Option::as_deref).unwrap_or_default();
@@ -79,6 +80,7 @@ impl Databases {
         };
         let label = label(entry, chain, &row);
         store.put(&format!("{name}/backup.json"), label?).await?;
+        fault::point!("backup.base_labelled");
         self.db.insert_base(&id, &row).await?;
         entry.archive.change(|known| known.bases.push(row));
         let seconds = began.elapsed().as_secs_f64();
