@@ -46,9 +46,9 @@ suite! {
     a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts,
     a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,
     a_machine_that_is_not_made_leaves_no_disk,
-    a_sandbox_that_failed_to_wake_lets_go_of_what_it_wrote,
-    a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup;
+    a_sandbox_that_failed_to_wake_lets_go_of_what_it_wrote;
     soak: a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops_and_starts,
+        a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup,
 }
 
 const OPERATIONS: [&str; 18] = [
