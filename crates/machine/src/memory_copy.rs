@@ -1,13 +1,14 @@
 //! Making a file equal to a machine's memory, of which it is a clone of an earlier state. Nothing tells which pages have
 //! changed since a first copy, so that is found by comparing: to read is several times as fast as to write.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::io;
 use std::num::NonZero;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use crate::mapped_file::MappedFile;
 use crate::memory::{GuestMemory, PAGE};
@@ -60,32 +61,53 @@ impl Copy {
         Ok(Self { base, target, mapped, block, length, known: vec![Known::default(); blocks] })
     }
 
-    /// `changed` are all pages that are not the base's. The memory may go on changing meanwhile: then once more is needed.
+    /// The first time, while the memory goes on changing: whatever would take long in [`Copy::catch_up`] is done here.
+    /// `changed` are all pages that are not the base's.
+    pub(crate) fn ahead(&mut self, memory: &GuestMemory, changed: &[Range<u64>]) -> io::Result<()> {
+        self.go_over(changed, |start, buffer| {
+            memory.read_exact(start, buffer)?;
+            // The kernel counts a page as an active one when it is read for the second time, and puts it into another
+            // list then, one after the other. That takes as long as to compare it.
+            memory.read_exact(start, buffer)
+        })?;
+        self.fetch_written()
+    }
+
+    /// Of memory that stands still. `changed` as above, now.
     pub(crate) fn catch_up(
         &mut self,
         memory: &GuestMemory,
         changed: &[Range<u64>],
     ) -> io::Result<()> {
-        let pieces = self.pieces(changed);
-        let next = AtomicUsize::new(0);
+        self.go_over(changed, |start, buffer| memory.read_exact(start, buffer))
+    }
+
+    fn go_over(
+        &mut self,
+        changed: &[Range<u64>],
+        read: impl Fn(u64, &mut [u8]) -> io::Result<()> + Sync,
+    ) -> io::Result<()> {
+        let threads =
+            std::thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS);
+        let shares = Shares::of(&self.pieces(changed), threads);
         let this = &*self;
-        let work = || -> io::Result<Vec<(usize, Known)>> {
+        let work = |own: usize| -> io::Result<Vec<(usize, Known)>> {
             let (mut found, mut here, mut base) = (Vec::new(), Vec::new(), Vec::new());
-            while let Some(piece) = pieces.get(next.fetch_add(1, Ordering::Relaxed)) {
+            while let Some(piece) = shares.next(own) {
                 let length = (piece.end - piece.start) as usize;
-                here.resize(length, 0);
-                base.resize(length, 0);
-                memory.read_exact(piece.start, &mut here)?;
-                this.read_base(piece.start, &mut base)?;
-                this.write_differing(piece.start, &here, &base, &mut found)?;
+                if here.len() < length {
+                    here.resize(length, 0);
+                }
+                let here = &mut here[..length];
+                read(piece.start, here)?;
+                this.write_differing(piece.start, here, &mut base, &mut found)?;
             }
             Ok(found)
         };
-        let threads =
-            std::thread::available_parallelism().map_or(1, NonZero::get).min(MOST_THREADS);
+        let work = &work;
         let found = std::thread::scope(|scope| {
-            let others: Vec<_> = (1..threads).map(|_| scope.spawn(work)).collect();
-            let mut all = vec![work()];
+            let others: Vec<_> = (1..threads).map(|own| scope.spawn(move || work(own))).collect();
+            let mut all = vec![work(0)];
             all.extend(others.into_iter().map(|other| {
                 other.join().map_err(|_| io::Error::other("a copying thread panicked"))?
             }));
@@ -99,8 +121,7 @@ impl Copy {
         Ok(())
     }
 
-    /// So that the next time is short.
-    pub(crate) fn fetch_written(&self) -> io::Result<()> {
+    fn fetch_written(&self) -> io::Result<()> {
         let mut at = 0;
         for run in self.known.chunk_by(|one, other| one == other) {
             let start = at;
@@ -140,32 +161,11 @@ impl Copy {
         pieces
     }
 
-    fn blocks(&self, at: u64, bytes: usize) -> Range<usize> {
-        let first = (at / self.block) as usize;
-        first..first + bytes.div_ceil(self.block as usize)
-    }
-
-    /// What the target has from there; the rest of the buffer means nothing.
-    fn read_base(&self, mut at: u64, mut buffer: &mut [u8]) -> io::Result<()> {
-        let known = &self.known[self.blocks(at, buffer.len())];
-        for run in known.chunk_by(|one, other| one == other) {
-            let length = buffer.len().min(run.len() * self.block as usize);
-            let (part, rest) = buffer.split_at_mut(length);
-            match run[0] {
-                Known::AsBase => self.base.read_exact_at(part, at)?,
-                Known::Zeros | Known::Written => {}
-            }
-            buffer = rest;
-            at += length as u64;
-        }
-        Ok(())
-    }
-
     fn write_differing(
         &self,
         start: u64,
         here: &[u8],
-        base: &[u8],
+        base: &mut Vec<u8>,
         found: &mut Vec<(usize, Known)>,
     ) -> io::Result<()> {
         static ZEROS: [u8; LARGE_BLOCK as usize] = [0; LARGE_BLOCK as usize];
@@ -174,27 +174,60 @@ impl Copy {
         let write = |range: &Range<usize>| {
             self.target.write_all_at(&here[range.clone()], start + range.start as u64)
         };
-        let blocks = here.chunks(size).zip(base.chunks(size));
-        for ((block, (here, base)), at) in
-            self.blocks(start, here.len()).zip(blocks).zip((0..).step_by(size))
-        {
-            let is_equal = match self.known[block] {
-                Known::AsBase => here == base,
-                Known::Zeros => *here == ZEROS[..here.len()],
-                Known::Written => self.mapped.is_equal(start as usize + at, here),
-            };
-            if !is_equal {
-                found.push((block, Known::Written));
-                if unwritten.end != at {
-                    write(&unwritten)?;
-                    unwritten.start = at;
+        let mut block = (start / self.block) as usize;
+        let mut at = 0;
+        let known = &self.known[block..block + here.len().div_ceil(size)];
+        for run in known.chunk_by(|one, other| one == other) {
+            let end = here.len().min(at + run.len() * size);
+            if run[0] == Known::AsBase {
+                if base.len() < end {
+                    base.resize(here.len(), 0);
                 }
-                unwritten.end = at + here.len();
-            } else if self.known[block] == Known::AsBase && *here == ZEROS[..here.len()] {
-                found.push((block, Known::Zeros));
+                self.base.read_exact_at(&mut base[at..end], start + at as u64)?;
+            }
+            for here in here[at..end].chunks(size) {
+                let is_zeros = || *here == ZEROS[..here.len()];
+                let is_equal = match run[0] {
+                    Known::AsBase => *here == base[at..at + here.len()],
+                    Known::Zeros => is_zeros(),
+                    Known::Written => self.mapped.is_equal(start as usize + at, here),
+                };
+                if !is_equal {
+                    found.push((block, Known::Written));
+                    if unwritten.end != at {
+                        write(&unwritten)?;
+                        unwritten.start = at;
+                    }
+                    unwritten.end = at + here.len();
+                } else if run[0] == Known::AsBase && is_zeros() {
+                    found.push((block, Known::Zeros));
+                }
+                block += 1;
+                at += here.len();
             }
         }
         write(&unwritten)
+    }
+}
+
+/// What each thread goes over. Neighbours lie in one page table, whose lock two threads would wait for: so each begins
+/// elsewhere, and helps another from its end.
+struct Shares(Vec<Mutex<VecDeque<Range<u64>>>>);
+
+impl Shares {
+    fn of(pieces: &[Range<u64>], threads: usize) -> Self {
+        let share = pieces.len().div_ceil(threads).max(1);
+        Self(
+            pieces.chunks(share).map(|share| Mutex::new(share.iter().cloned().collect())).collect(),
+        )
+    }
+
+    fn next(&self, own: usize) -> Option<Range<u64>> {
+        let share = |at: usize| {
+            self.0.get(at).map(|share| share.lock().unwrap_or_else(PoisonError::into_inner))
+        };
+        let first = share(own).and_then(|mut share| share.pop_front());
+        first.or_else(|| (0..self.0.len()).find_map(|other| share(other)?.pop_back()))
     }
 }
 
@@ -254,13 +287,26 @@ mod tests {
         (page * PAGE) as usize + 7
     }
 
+    #[test]
+    fn every_piece_is_gone_over_once_whoever_works() {
+        for (pieces, threads) in [(0, 2), (1, 2), (5, 2), (7, 4), (3, 4)] {
+            let pieces: Vec<_> = (0..pieces).map(|at| at * PIECE..(at + 1) * PIECE).collect();
+            for own in 0..threads {
+                let shares = Shares::of(&pieces, threads);
+                let mut found: Vec<_> = std::iter::from_fn(|| shares.next(own)).collect();
+                found.sort_unstable_by_key(|piece| piece.start);
+                assert_eq!(found, pieces);
+            }
+        }
+    }
+
     /// Exactly what differs, in pages.
     fn copy(mapped: &MappedPrivately, base: &File) -> (Copy, File) {
         let target = file();
         let changed = mapped.memory().changed().unwrap().0;
         let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
         let mut copy = Copy::new(base, clone, LENGTH, &changed).unwrap();
-        copy.catch_up(&mapped.memory(), &changed).unwrap();
+        copy.ahead(&mapped.memory(), &changed).unwrap();
         (copy, target)
     }
 
@@ -318,7 +364,7 @@ mod tests {
         let target = file();
         let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
         let mut copy = Copy::new(base, clone, LENGTH, &many).unwrap();
-        copy.catch_up(&mapped.memory(), &changed).unwrap();
+        copy.ahead(&mapped.memory(), &changed).unwrap();
         assert!(content(&target) == memory_of(&mapped.memory()));
         assert_eq!(copy.written_bytes(), LARGE_BLOCK);
     }

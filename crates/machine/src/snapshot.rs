@@ -93,8 +93,7 @@ impl Machine {
         let copying = tokio::task::spawn_blocking(move || -> io::Result<_> {
             let changed = memory.changed()?;
             let mut copy = Copy::new(memory.open_base()?, target, memory.length(), &changed.0)?;
-            copy.catch_up(&memory, &changed.0)?;
-            copy.fetch_written()?;
+            copy.ahead(&memory, &changed.0)?;
             let read = numbered(&memory.read()?.0);
             Ok(Ahead { memory, copy, read })
         });
