@@ -1,6 +1,7 @@
 //! Volumes: whose they are, how they grow, what is left on them, whatever ends and whenever.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
+mod ahead;
 mod growth;
 mod loss;
 mod rest;
@@ -8,6 +9,10 @@ mod sharing;
 
 use std::{path::PathBuf, time::Duration};
 
+use ahead::{
+    a_machine_that_has_run_ahead_is_like_any_other,
+    machines_that_have_run_ahead_end_with_their_server,
+};
 use api::{
     CreateSandbox, CreateVolume, ErrorCode, SandboxId, VolumeMount, VolumeName, VolumeState,
 };
@@ -54,7 +59,9 @@ suite! {
     a_snapshot_holds_nothing_of_a_volume_and_restores_without_it,
     a_process_that_holds_a_volume_is_named_and_all_goes_on,
     volumes_stay_as_they_were_through_a_hibernation,
-    volumes_stay_as_they_were_through_a_pause;
+    volumes_stay_as_they_were_through_a_pause,
+    a_machine_that_has_run_ahead_is_like_any_other,
+    machines_that_have_run_ahead_end_with_their_server;
     soak: what_was_fsynced_is_there_after_twenty_kills,
 }
 

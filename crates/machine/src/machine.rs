@@ -112,6 +112,11 @@ impl Machine {
         Ok(())
     }
 
+    /// Its root disk's file has so many bytes, more than before. The guest is told when it is resumed.
+    pub fn lengthen_root(&self, bytes: u64) {
+        self.link().grown = Some(bytes);
+    }
+
     /// # Errors
     /// QEMU refuses or is gone.
     pub async fn stop(&self) -> Result<()> {

@@ -23,7 +23,7 @@ use crate::{
     keys::Keys,
     metrics::Metrics,
     previews::Previews,
-    sandbox::{Bakes, DEFAULT_TEMPLATE, Parts, Pool, Sandboxes, Sites, Size, Slots},
+    sandbox::{Bakes, DEFAULT_TEMPLATE, Kind, Parts, Pool, Sandboxes, Sites, Size, Slots},
     template::Templates,
     volume::Volumes,
 };
@@ -66,7 +66,12 @@ pub async fn run(
     })?;
     let address = listener.local_addr().map_err(Error::internal)?;
     let ground = Ground::lay(&config, &mut |line| tracing::info!("{line}")).await?;
-    let pool = Pool::new(ground.hypervisor.clone(), ground.sites.clone(), config.ready_machines);
+    let pool = Pool::new(
+        ground.hypervisor.clone(),
+        ground.sites.clone(),
+        ground.clock.clone(),
+        config.ready_machines,
+    );
     let volumes = Volumes::new(
         ground.db.clone(),
         ground.clock.clone(),
@@ -214,7 +219,7 @@ async fn keep_defaults_ready(templates: Arc<Templates>, bakes: Arc<Bakes>, pool:
                 let baked = bakes.get(&template, &size, SET_UP_PATIENCE).await?;
                 // A database is not made every moment.
                 if name.as_str() != database::TEMPLATE {
-                    pool.want(&baked);
+                    pool.want(&baked, Kind::Process);
                 }
             }
             Ok::<_, Error>(())

@@ -82,6 +82,18 @@ impl SandboxFiles {
         Ok(file)
     }
 
+    /// The disk `from`, of a machine that has it open, becomes the sandbox's. It gets as long as asked for, never shorter.
+    pub fn take_rootfs(&self, from: &Path, bytes: u64) -> Result<()> {
+        let path = self.rootfs();
+        fs::rename(from, &path).map_err(Error::io("move", from))?;
+        let open = File::options().write(true).open(&path);
+        let file = open.map_err(Error::io("open", &path))?;
+        if file.metadata().map_err(Error::io("stat", &path))?.len() < bytes {
+            file.set_len(bytes).map_err(Error::io("set the size of", path))?;
+        }
+        Ok(())
+    }
+
     /// As [`crate::volume::recover`], of the sandbox's own disk.
     pub fn recover_rootfs(&self) -> Result<Recovery> {
         ext4::recover(&self.rootfs())

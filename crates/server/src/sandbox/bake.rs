@@ -295,7 +295,7 @@ impl Bakes {
 }
 
 /// What a command touches before the save lies in every clone's page cache afterwards.
-async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
+pub(super) async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
     let inside = Running {
         guest: guest.clone(),
         environment: Arc::default(),

@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use api::EventKind;
+use api::{EventKind, SandboxId};
 use machine::{
     Ended, Load, Machine, Prepared, RootDisk,
     guest::{Mount, Network, Repair, Request},
@@ -18,6 +18,7 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     admission::Admitted,
+    ahead::Ahead,
     network,
     pool::Ready,
     registry::{self, Entry, locked},
@@ -26,7 +27,7 @@ use super::{
     state::{State, Step, Target, Wish, next_step, rest},
     volumes::{Attached, Volumes},
 };
-use crate::{Error, blocking::blocking};
+use crate::{Error, blocking::blocking, clock::Clock};
 
 /// From the virtual CPU's start to the end of the repair.
 pub(crate) const ANSWER_DEADLINE: Duration = Duration::from_secs(15);
@@ -68,11 +69,11 @@ pub(crate) struct StartOrder {
 
 /// A machine before its first step.
 pub(super) struct Loaded {
-    machine: Machine,
+    pub(super) machine: Machine,
     /// Volumes that it does not know yet.
-    later: Vec<Attached>,
-    mounts: Vec<Mount>,
-    grow_root: bool,
+    pub(super) later: Vec<Attached>,
+    pub(super) mounts: Vec<Mount>,
+    pub(super) grow_root: bool,
 }
 
 /// Waits for a sandbox's machine to end by itself.
@@ -236,13 +237,18 @@ impl Sandboxes {
         saved: &Arc<SavedMachine>,
     ) -> Result<(Machine, Site), Error> {
         fault::point!("create.process_taking", Error::internal);
-        let Ready { site, prepared } = self.pool.take(saved).await?;
+        let Ready { site, ahead } = self.pool.take(saved, entry.kind_ahead(saved)).await?;
         fault::point!("create.process_taken");
         let (layout, id) = (self.sites.layout.clone(), entry.look(|row| row.id));
         let _no_other_change = entry.network_changes.lock().await;
         let started = async {
             blocking(move || SandboxFiles::create(&layout, &id)).await?;
-            let loaded = self.load_up(entry, saved, prepared, &site, Volumes::Mounted).await?;
+            let loaded = match ahead {
+                Ahead::Process(prepared) => {
+                    self.load_up(entry, saved, prepared, &site, Volumes::Mounted).await?
+                }
+                Ahead::Machine(machine) => self.take_over(entry, saved, machine, &site).await?,
+            };
             self.set_going(entry, loaded).await
         };
         match started.await {
@@ -315,8 +321,13 @@ impl Sandboxes {
             }
             Ok(())
         };
-        let (guest, ()) = tokio::try_join!(machine.connect_guest(ANSWER_DEADLINE), attach)
-            .map_err(not_started)?;
+        let connect = async {
+            match machine.guest().filter(|guest| !guest.is_lost()) {
+                Some(guest) => Ok(guest),
+                None => machine.connect_guest(ANSWER_DEADLINE).await,
+            }
+        };
+        let (guest, ()) = tokio::try_join!(connect, attach).map_err(not_started)?;
         let repair = self.repair(entry, grow_root, mounts);
         let connected = begun.elapsed();
         fault::point!("create.repairing", Error::internal);
@@ -328,18 +339,8 @@ impl Sandboxes {
     }
 
     pub(super) fn repair(&self, entry: &Entry, grow_root: bool, volumes: Vec<Mount>) -> Repair {
-        let id = entry.look(|row| row.id).to_string();
-        Repair {
-            entropy: rand::random(),
-            unix_time_ns: self.clock.now_ns(),
-            // Short enough for a prompt, long enough to tell sandboxes apart.
-            host_name: format!("sandbox-{}", id.get(..8).unwrap_or(&id)),
-            // For life: a wake does not change it.
-            machine_id: id.replace('-', ""),
-            network: GUEST_NETWORK,
-            grow_root,
-            volumes,
-        }
+        let id = entry.look(|row| row.id);
+        Repair { grow_root, volumes, ..repair_of(&id, &self.clock) }
     }
 
     /// The machine has ended by itself.
@@ -467,6 +468,22 @@ impl Sandboxes {
             }
         }
         Some(id)
+    }
+}
+
+/// What makes a clone this machine and no other.
+pub(super) fn repair_of(id: &SandboxId, clock: &Clock) -> Repair {
+    let id = id.to_string();
+    Repair {
+        entropy: rand::random(),
+        unix_time_ns: clock.now_ns(),
+        // Short enough for a prompt, long enough to tell sandboxes apart.
+        host_name: format!("sandbox-{}", id.get(..8).unwrap_or(&id)),
+        // For life: a wake does not change it.
+        machine_id: id.replace('-', ""),
+        network: GUEST_NETWORK,
+        grow_root: false,
+        volumes: Vec::new(),
     }
 }
 

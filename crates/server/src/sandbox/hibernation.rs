@@ -14,7 +14,7 @@ use super::{
     capacity::Need,
     driver::Inside,
     pausing::{hold_ttl, release_ttl},
-    pool::Ready,
+    pool::Started,
     registry::{Entry, locked},
     saved::SavedMachine,
     state::State,
@@ -86,7 +86,7 @@ impl Sandboxes {
         fault::point!("wake.restoring", Error::internal);
         let need = Need::of_clone(entry.look(|row| row.memory_mb) << 20);
         let _admitted = self.admit(need, WAKE_PATIENCE).await?;
-        let Ready { site, prepared } = self.pool.start(&saved).await?;
+        let Started { site, prepared } = self.pool.start(&saved).await?;
         let _no_other_change = entry.network_changes.lock().await;
         let loaded = async {
             let loaded = self.load_up(entry, &saved, prepared, &site, Volumes::AsTheyWere).await?;

@@ -4,6 +4,7 @@
 
 mod admission;
 mod again;
+mod ahead;
 mod bake;
 mod capacity;
 mod create;
@@ -64,6 +65,7 @@ use self::{
     admission::Admission, create::ttl_of, events::Events, host_memory::HostMemory, state::Wish,
 };
 pub(crate) use self::{
+    ahead::Kind,
     bake::{Bakes, Size},
     capacity::Limits,
     create::{DEFAULT_TEMPLATE, check_environment},

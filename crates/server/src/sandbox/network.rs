@@ -120,6 +120,11 @@ pub(crate) async fn put_in_place(gate: &Gate, policy: &NetworkPolicy) -> Result<
     gate.set_policy(&policy).await.map_err(Error::internal)
 }
 
+/// The same, of a network that was shut.
+pub(crate) async fn open(gate: &Gate, policy: &NetworkPolicy) -> Result<(), Error> {
+    gate.open(&for_machine(policy)?).await.map_err(Error::internal)
+}
+
 /// Over the networks that sandboxes of this server no longer have.
 #[derive(Debug, Default)]
 pub(crate) struct PastTraffic(Mutex<Traffic>);

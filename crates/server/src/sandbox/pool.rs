@@ -1,6 +1,7 @@
-//! Machines started ahead: QEMU is running and has its network, only the state is not loaded yet.
+//! What is made before anybody asks for it: machines that have run ahead (see [`ahead`](super::ahead)), and processes
+//! that have their network and wait for a state, where there may be no such machine.
 //!
-//! Starting QEMU takes tens of milliseconds of CPU, so refilling waits until no create is under way.
+//! Either takes CPU, so refilling waits until no create is under way, and stops for each that comes.
 
 use std::{
     collections::HashMap,
@@ -15,11 +16,12 @@ use machine::{Hypervisor, Prepared};
 use tokio::{sync::Notify, time::Instant};
 
 use super::{
+    ahead::{Ahead, Kind, NotMade},
     registry::locked,
     saved::SavedMachine,
     site::{Site, Sites},
 };
-use crate::Error;
+use crate::{Error, clock::Clock};
 
 /// A size that nobody asked for so long is no longer kept ready.
 const KEPT_READY: Duration = Duration::from_secs(600);
@@ -34,15 +36,25 @@ const GIVEN_WAY: Duration = Duration::from_secs(10);
 
 pub(crate) struct Ready {
     pub(crate) site: Site,
+    pub(crate) ahead: Ahead,
+}
+
+/// A process that waits for a state.
+pub(crate) struct Started {
+    pub(crate) site: Site,
     pub(crate) prepared: Prepared,
 }
 
+/// Of which saved machine, by its identity, and how far.
+type Goods = (String, Kind);
+
 pub(crate) struct Pool {
     hypervisor: Hypervisor,
-    sites: Sites,
+    pub(super) sites: Sites,
+    pub(super) clock: Clock,
     /// For each size in use.
     depth: usize,
-    shelves: Mutex<HashMap<String, Shelf>>,
+    shelves: Mutex<HashMap<Goods, Shelf>>,
     /// For starts that are about to come.
     sites_ahead: Mutex<Vec<Site>>,
     creates: AtomicUsize,
@@ -51,7 +63,7 @@ pub(crate) struct Pool {
     /// No machine is started ahead before then.
     not_before: Mutex<Instant>,
     changed: Notify,
-    closed: tokio_util::sync::CancellationToken,
+    pub(super) closed: tokio_util::sync::CancellationToken,
 }
 
 struct Shelf {
@@ -70,11 +82,23 @@ impl Drop for CreateUnderWay<'_> {
     }
 }
 
+impl From<Started> for Ready {
+    fn from(Started { site, prepared }: Started) -> Self {
+        Self { site, ahead: Ahead::Process(prepared) }
+    }
+}
+
 impl Pool {
-    pub(crate) fn new(hypervisor: Hypervisor, sites: Sites, depth: usize) -> Arc<Self> {
+    pub(crate) fn new(
+        hypervisor: Hypervisor,
+        sites: Sites,
+        clock: Clock,
+        depth: usize,
+    ) -> Arc<Self> {
         Arc::new(Self {
             hypervisor,
             sites,
+            clock,
             depth,
             shelves: Mutex::default(),
             sites_ahead: Mutex::default(),
@@ -92,9 +116,10 @@ impl Pool {
     }
 
     /// Keeps machines of this size ready from now on.
-    pub(crate) fn want(&self, saved: &Arc<SavedMachine>) {
+    pub(crate) fn want(&self, saved: &Arc<SavedMachine>, kind: Kind) {
         let mut shelves = locked(&self.shelves);
-        let shelf = shelves.entry(saved.identity().to_owned()).or_insert_with(|| Shelf {
+        let goods = (saved.identity().to_owned(), kind);
+        let shelf = shelves.entry(goods).or_insert_with(|| Shelf {
             saved: Arc::clone(saved),
             wanted: Instant::now(),
             ready: Vec::new(),
@@ -104,14 +129,15 @@ impl Pool {
         self.changed.notify_one();
     }
 
-    /// One that stands ready, else one started now.
-    pub(crate) async fn take(&self, saved: &Arc<SavedMachine>) -> Result<Ready, Error> {
-        self.want(saved);
+    /// One that stands ready, else a process started now.
+    pub(crate) async fn take(&self, saved: &Arc<SavedMachine>, kind: Kind) -> Result<Ready, Error> {
+        self.want(saved, kind);
+        let goods = (saved.identity().to_owned(), kind);
         loop {
             let found =
-                locked(&self.shelves).get_mut(saved.identity()).and_then(|shelf| shelf.ready.pop());
+                { locked(&self.shelves).get_mut(&goods).and_then(|shelf| shelf.ready.pop()) };
             match found {
-                Some(ready) if !ready.prepared.has_exited() => return Ok(ready),
+                Some(ready) if !ready.ahead.has_exited() => return Ok(ready),
                 Some(dead) => {
                     tracing::warn!(
                         slot = dead.site.number(),
@@ -119,18 +145,18 @@ impl Pool {
                     );
                     dead.site.remove().await;
                 }
-                None => return self.start(saved).await,
+                None => return Ok(self.start(saved).await?.into()),
             }
         }
     }
 
     /// Not from the shelves.
-    pub(crate) async fn start(&self, saved: &SavedMachine) -> Result<Ready, Error> {
+    pub(crate) async fn start(&self, saved: &SavedMachine) -> Result<Started, Error> {
         let (ready, ()) = tokio::join!(self.start_process(saved), saved.fetch_memory());
         ready
     }
 
-    async fn start_process(&self, saved: &SavedMachine) -> Result<Ready, Error> {
+    async fn start_process(&self, saved: &SavedMachine) -> Result<Started, Error> {
         let begun = Instant::now();
         let memory = saved.memory()?;
         let ahead = locked(&self.sites_ahead).pop();
@@ -155,7 +181,7 @@ impl Pool {
                     ?process_took,
                     "started a process"
                 );
-                Ok(Ready { site, prepared })
+                Ok(Started { site, prepared })
             }
             Err(error) => {
                 site.remove().await;
@@ -221,14 +247,16 @@ impl Pool {
             if Instant::now() < *locked(&self.not_before) {
                 return;
             }
-            let Some(saved) = self.next_to_fill() else { return };
-            match self.start(&saved).await {
-                Ok(ready) => self.put(&saved, ready).await,
-                Err(error) => {
+            let Some((saved, kind)) = self.next_to_fill() else { return };
+            let goods = (saved.identity().to_owned(), kind);
+            match self.make(&saved, kind).await {
+                Ok(ready) => self.put(&goods, ready).await,
+                Err(NotMade::GivenUp) => {}
+                Err(NotMade::Failed(error)) => {
                     tracing::warn!(%error, cause = error.causes(), "failed to start a machine ahead");
                     // It may be gone with its template; whoever asks for it again puts it back. Others shall not wait for
                     // one that cannot be had.
-                    self.forget(&saved.key).await;
+                    self.remove_shelves(|of, _| *of == goods).await;
                     tokio::time::sleep(PAUSE).await;
                     return;
                 }
@@ -236,9 +264,34 @@ impl Pool {
         }
     }
 
-    async fn put(&self, saved: &SavedMachine, ready: Ready) {
+    async fn make(&self, saved: &SavedMachine, kind: Kind) -> Result<Ready, NotMade> {
+        match kind {
+            Kind::Process => Ok(self.start(saved).await?.into()),
+            Kind::Machine => {
+                let (site, machine) = self.run_ahead(saved).await?;
+                Ok(Ready { site, ahead: Ahead::Machine(machine) })
+            }
+        }
+    }
+
+    /// Of what is being made ahead: comes when no create is under way.
+    pub(super) async fn turn(&self) -> Result<(), NotMade> {
+        loop {
+            let is_time = { Instant::now() >= *locked(&self.not_before) };
+            if self.closed.is_cancelled() || !self.has_room.load(Ordering::SeqCst) || !is_time {
+                return Err(NotMade::GivenUp);
+            }
+            if self.creates.load(Ordering::SeqCst) == 0 {
+                return Ok(());
+            }
+            // Whoever changes any of it rings.
+            self.changed.notified().await;
+        }
+    }
+
+    async fn put(&self, goods: &Goods, ready: Ready) {
         let homeless = {
-            match locked(&self.shelves).get_mut(saved.identity()) {
+            match locked(&self.shelves).get_mut(goods) {
                 Some(shelf) => {
                     shelf.ready.push(ready);
                     None
@@ -253,9 +306,13 @@ impl Pool {
 
     /// What no longer exists is not kept ready.
     pub(crate) async fn forget(&self, key: &str) {
+        self.remove_shelves(|_, shelf| shelf.saved.key == key).await;
+    }
+
+    async fn remove_shelves(&self, is_one: impl Fn(&Goods, &Shelf) -> bool) {
         let ready: Vec<_> = {
             let mut shelves = locked(&self.shelves);
-            let gone = shelves.extract_if(|_, shelf| shelf.saved.key == key);
+            let gone = shelves.extract_if(|goods, shelf| is_one(goods, shelf));
             gone.flat_map(|(_, shelf)| shelf.ready).collect()
         };
         for ready in ready {
@@ -264,11 +321,12 @@ impl Pool {
     }
 
     /// The most recently wanted size that lacks some.
-    fn next_to_fill(&self) -> Option<Arc<SavedMachine>> {
+    fn next_to_fill(&self) -> Option<(Arc<SavedMachine>, Kind)> {
         let shelves = locked(&self.shelves);
-        let lacking = shelves.values().filter(|shelf| shelf.ready.len() < self.depth);
+        let lacking = shelves.iter().filter(|(_, shelf)| shelf.ready.len() < self.depth);
         // The emptiest first, so that every size has one before any has all.
-        lacking.min_by_key(|shelf| shelf.ready.len()).map(|shelf| Arc::clone(&shelf.saved))
+        let emptiest = lacking.min_by_key(|(_, shelf)| shelf.ready.len());
+        emptiest.map(|((_, kind), shelf)| (Arc::clone(&shelf.saved), *kind))
     }
 
     /// Those of sizes out of use, and of the oldest where there are too many sizes.
@@ -304,6 +362,7 @@ impl Pool {
     /// Ends what stands ready, for a create that needs the memory. How many machines that were.
     pub(crate) async fn give_way(&self) -> usize {
         *locked(&self.not_before) = Instant::now() + GIVEN_WAY;
+        self.changed.notify_one();
         self.empty().await
     }
 
@@ -322,13 +381,14 @@ impl Pool {
     /// Ends the filling; what stood ready is ended by the task that filled.
     pub(crate) fn close(&self) {
         self.closed.cancel();
+        self.changed.notify_one();
     }
 
     /// Of those that stand ready.
     pub(crate) fn pids(&self) -> Vec<u32> {
         let shelves = locked(&self.shelves);
         let ready = shelves.values().flat_map(|shelf| &shelf.ready);
-        ready.map(|ready| ready.prepared.pid()).collect()
+        ready.map(|ready| ready.ahead.pid()).collect()
     }
 
     /// How many stand ready.

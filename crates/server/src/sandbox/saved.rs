@@ -27,13 +27,15 @@ pub(crate) struct SavedMachine {
     state: File,
     rootfs: File,
     identity: String,
+    is_bake: bool,
     /// Of its memory: see [`store::saved_machine::fetch`].
     read_pages: Mutex<Vec<(u32, u32)>>,
 }
 
 impl SavedMachine {
     pub(crate) fn of_bake(key: String, spec: MachineSpec, bake: &Bake) -> Result<Self, Error> {
-        Self::open(key, spec, bake.manifest.disk_bytes, &bake.files)
+        let opened = Self::open(key, spec, bake.manifest.disk_bytes, &bake.files)?;
+        Ok(Self { is_bake: true, ..opened })
     }
 
     /// `key`: see [`snapshot_key`].
@@ -62,6 +64,7 @@ impl SavedMachine {
             state,
             rootfs,
             identity,
+            is_bake: false,
             read_pages: Mutex::default(),
         })
     }
@@ -69,6 +72,11 @@ impl SavedMachine {
     /// Of the very files, not of their name: the same while anything is started from them.
     pub(crate) fn identity(&self) -> &str {
         &self.identity
+    }
+
+    /// No instant of anyone's sandbox: it may run on before it is handed out.
+    pub(crate) fn is_bake(&self) -> bool {
+        self.is_bake
     }
 
     pub(crate) fn is_there(&self) -> bool {

@@ -43,7 +43,6 @@ impl Sandboxes {
             volumes,
             templates: Templates::open(layout, db.clone(), clock.clone()).await.unwrap(),
             db,
-            clock,
             bakes: Bakes::new(
                 hypervisor.clone(),
                 Accelerator::Tcg,
@@ -51,7 +50,8 @@ impl Sandboxes {
                 initramfs,
                 sites.clone(),
             ),
-            pool: Pool::new(hypervisor, sites.clone(), 0),
+            pool: Pool::new(hypervisor, sites.clone(), clock.clone(), 0),
+            clock,
             sites,
         };
         Self::new(parts, config).unwrap()
