@@ -187,8 +187,12 @@ impl Databases {
         let mut chain = self.chain(entry, &admin, &look).await?;
         self.fetch(entry, store, &admin, &mut chain, look.flushed).await?;
         let has_base = entry.archive.known().bases.iter().any(|base| base.chain == chain.chain);
-        if is_base_due || !has_base {
+        // It would lead to no time before itself.
+        let wants_base = urge != Urge::Always && (is_base_due || !has_base);
+        // Others may be made for long: the log goes on meanwhile.
+        if wants_base && let Ok(permit) = self.backups.bases.try_acquire() {
             self.make_base(entry, store, &admin, &mut chain).await?;
+            drop(permit);
             self.remove_outdated(entry, store).await?;
             *session = Some(admin);
             return Ok(Archived::All);
@@ -205,7 +209,7 @@ impl Databases {
             self.mark(entry, store, &admin, &mut chain).await?;
         }
         *session = Some(admin);
-        Ok(if is_time || !has_new { Archived::All } else { Archived::Partly })
+        Ok(archived(wants_base, has_new && !is_time))
     }
 
     /// A session of the server's own, if PostgreSQL takes one now.
@@ -250,8 +254,9 @@ impl Databases {
         let made =
             format!("SELECT lsn::text FROM pg_create_physical_replication_slot('{SLOT}', true)");
         let row = admin.row(&made).await?;
+        let last = entry.archive.known().chains.last().map(|last| last.chain);
         let chain = ChainRow {
-            chain: self.clock.now_ms(),
+            chain: plan::next_id(self.clock.now_ms(), last),
             timeline: look.timeline,
             next_segment: position(&row, 0)?.segment(),
             archived_until: None,
@@ -272,6 +277,18 @@ impl Databases {
         Ok(())
     }
 
+    /// All that is complete now.
+    pub(super) async fn fetch_complete(
+        &self,
+        entry: &Entry,
+        store: &BackupStore,
+        admin: &Admin,
+        chain: &mut ChainRow,
+    ) -> Result<(), Error> {
+        let look = Look::at(admin).await?;
+        self.fetch(entry, store, admin, chain, look.flushed).await
+    }
+
     /// All that is complete before that position.
     async fn fetch(
         &self,
@@ -284,6 +301,7 @@ impl Databases {
         let id = entry.id();
         for segment in chain.next_segment..until.segment() {
             let path = format!("pg_wal/{}", wal::file_name(chain.timeline, segment));
+            self.admit_to_store(SEGMENT_BYTES)?;
             let mut upload = store.upload(&segment_name(&id, chain, segment));
             let copied = async {
                 for offset in
@@ -371,6 +389,11 @@ fn position(row: &[Option<String>], column: usize) -> Result<Lsn, Error> {
     Lsn::parse(text).ok_or_else(|| Error::internal(format!("`{text}` is no position in the log")))
 }
 
+/// A base backup that is due, but not made, is made with a later look: it stays awake for that.
+fn archived(wants_base: bool, leaves_log: bool) -> Archived {
+    if wants_base || leaves_log { Archived::Partly } else { Archived::All }
+}
+
 /// Half of what lets it hibernate: then it does so in time.
 fn patience(entry: &Entry) -> Duration {
     let idle = entry.look(|row| if row.always_on { u64::MAX } else { row.idle_seconds });
@@ -391,4 +414,16 @@ fn millis(span: Duration) -> i128 {
 
 fn signed(bytes: u64) -> i64 {
     i64::try_from(bytes).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_database_whose_base_backup_has_to_wait_is_not_done() {
+        assert_eq!(archived(true, false), Archived::Partly);
+        assert_eq!(archived(false, true), Archived::Partly);
+        assert_eq!(archived(false, false), Archived::All);
+    }
 }

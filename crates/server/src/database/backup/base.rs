@@ -1,10 +1,11 @@
 //! Base backups: made, and removed when no time that is kept needs them any longer.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use serde::Serialize;
 use time::OffsetDateTime;
+use tokio::time::{Instant, timeout};
 
 use super::{
     super::{Databases, Entry, admin::Admin},
@@ -14,7 +15,7 @@ use super::{
     basebackup::{BaseBackup, Piece},
     log_name, plan,
     store::{BackupStore, Upload},
-    wal::{self, Lsn},
+    wal::{self, Lsn, SEGMENT_BYTES},
 };
 use crate::{
     Error, clock,
@@ -23,6 +24,8 @@ use crate::{
 
 /// A line for each file of a cluster: more than any will have.
 const LONGEST_MANIFEST: usize = 256 << 20;
+/// While a base backup is copied: the log that is written meanwhile.
+const FETCH_EVERY: Duration = Duration::from_secs(5);
 pub(super) const ARCHIVE: &str = "base.tar.zst";
 pub(super) const MANIFEST: &str = "backup_manifest";
 
@@ -50,18 +53,54 @@ impl Databases {
         admin: &Admin,
         chain: &mut ChainRow,
     ) -> Result<(), Error> {
-        let _permit = self.backups.bases.acquire().await.map_err(Error::internal)?;
-        let (id, base) = (entry.id(), self.clock.now_ms());
+        let id = entry.id();
+        let last = entry.archive.known().bases.last().map(|last| last.base);
+        let base = plan::next_id(self.clock.now_ms(), last);
         self.sweep_bases(entry, store, chain.chain).await?;
+        let name = base_name(&id, chain.chain, base);
+        let began = Instant::now();
+        let copied = self.copy_base(entry, store, admin, chain, base);
+        let copied = timeout(longest(self.disk_of(entry)?), copied).await;
+        let row = copied.map_err(|_| Error::internal("a base backup took too long"))??;
+        let label = label(entry, chain, &row);
+        store.put(&format!("{name}/backup.json"), label?).await?;
+        fault::point!("backup.base_labelled");
+        self.db.insert_base(&id, &row).await?;
+        let bytes = row.bytes;
+        entry.archive.change(|known| known.bases.push(row));
+        let seconds = began.elapsed().as_secs_f64();
+        tracing::info!(database = %id, bytes, seconds, "made a base backup");
+        Ok(())
+    }
+
+    /// Until the log that belongs to it is in the store as well.
+    async fn copy_base(
+        &self,
+        entry: &Entry,
+        store: &BackupStore,
+        admin: &Admin,
+        chain: &mut ChainRow,
+        base: i64,
+    ) -> Result<BaseRow, Error> {
         let stream = self.dial_for_backups(entry).await?;
         let password = entry.look(|row| row.credentials.admin_password.clone());
-        let began = tokio::time::Instant::now();
         let mut backup = BaseBackup::begin(stream, &password).await?;
         if backup.timeline != chain.timeline {
             return Err(Error::internal("a base backup is of another timeline than its log"));
         }
-        let name = base_name(&id, chain.chain, base);
-        let (first, bytes) = (backup.start.segment(), copy(&mut backup, store, &name).await?);
+        let name = base_name(&entry.id(), chain.chain, base);
+        let first_segment = backup.start.segment();
+        let mut upload = store.upload(&format!("{name}/{ARCHIVE}"));
+        let copied = self.copy_archive(entry, store, admin, chain, &mut backup, &mut upload);
+        let manifest = match copied.await {
+            Ok(manifest) => manifest,
+            Err(error) => {
+                upload.give_up().await;
+                return Err(error);
+            }
+        };
+        let bytes = upload.finish().await?;
+        store.put(&format!("{name}/{MANIFEST}"), manifest).await?;
         fault::point!("backup.base_copied", Error::internal);
         let now = "SELECT (floor(extract(epoch FROM clock_timestamp()) * 1000) + 1)::bigint";
         let row = admin.row(now).await?;
@@ -70,22 +109,56 @@ impl Databases {
         // The transaction that marks the end comes after that millisecond.
         pause().await;
         self.mark(entry, store, admin, chain).await?;
-        let row = BaseRow {
-            chain: chain.chain,
-            base,
-            ended_at,
-            first_segment: first,
-            last_segment: chain.next_segment.saturating_sub(1),
-            bytes,
+        let last_segment = chain.next_segment.saturating_sub(1);
+        Ok(BaseRow { chain: chain.chain, base, ended_at, first_segment, last_segment, bytes })
+    }
+
+    /// Returns the list of its files.
+    async fn copy_archive(
+        &self,
+        entry: &Entry,
+        store: &BackupStore,
+        admin: &Admin,
+        chain: &mut ChainRow,
+        backup: &mut BaseBackup,
+        upload: &mut Upload,
+    ) -> Result<Bytes, Error> {
+        let (mut manifest, mut copied, mut admitted) = (Vec::new(), 0, 0);
+        let mut fetched = Instant::now();
+        let end: Lsn = loop {
+            match backup.next().await? {
+                Piece::Archive(bytes) => {
+                    copied += bytes.len() as u64;
+                    if copied > admitted {
+                        if copied > most_bytes(self.disk_of(entry)?) {
+                            return Err(Error::internal("a base backup is larger than its disk"));
+                        }
+                        self.admit_to_store(SEGMENT_BYTES)?;
+                        admitted = copied + SEGMENT_BYTES;
+                    }
+                    upload.write(&bytes).await?;
+                }
+                Piece::Manifest(bytes) if manifest.len() + bytes.len() <= LONGEST_MANIFEST => {
+                    manifest.extend_from_slice(&bytes);
+                }
+                Piece::Manifest(_) => {
+                    return Err(Error::internal("the manifest of a base backup is too long"));
+                }
+                Piece::End(end) => break end,
+            }
+            // PostgreSQL keeps only so much of it, and a copy may take hours.
+            if fetched.elapsed() >= FETCH_EVERY {
+                self.fetch_complete(entry, store, admin, chain).await?;
+                fetched = Instant::now();
+            }
         };
-        let label = label(entry, chain, &row);
-        store.put(&format!("{name}/backup.json"), label?).await?;
-        fault::point!("backup.base_labelled");
-        self.db.insert_base(&id, &row).await?;
-        entry.archive.change(|known| known.bases.push(row));
-        let seconds = began.elapsed().as_secs_f64();
-        tracing::info!(database = %id, bytes, seconds, "made a base backup");
-        Ok(())
+        tracing::debug!(%end, "copied a base backup");
+        Ok(manifest.into())
+    }
+
+    fn disk_of(&self, entry: &Entry) -> Result<u64, Error> {
+        let (account, sandbox) = entry.sandbox();
+        self.sandboxes.disk_of(&account, &sandbox)
     }
 
     /// What servers that died meanwhile have left.
@@ -140,39 +213,14 @@ impl Databases {
     }
 }
 
-/// How many bytes it takes in the store.
-async fn copy(backup: &mut BaseBackup, store: &BackupStore, name: &str) -> Result<u64, Error> {
-    let mut upload = store.upload(&format!("{name}/{ARCHIVE}"));
-    match copy_archive(backup, &mut upload).await {
-        Ok(manifest) => {
-            let bytes = upload.finish().await?;
-            store.put(&format!("{name}/{MANIFEST}"), manifest).await?;
-            Ok(bytes)
-        }
-        Err(error) => {
-            upload.give_up().await;
-            Err(error)
-        }
-    }
+/// Of what a base backup may take in the store: files may be replaced while they are copied.
+fn most_bytes(disk: u64) -> u64 {
+    disk.saturating_mul(2)
 }
 
-/// Returns the list of its files.
-async fn copy_archive(backup: &mut BaseBackup, upload: &mut Upload) -> Result<Bytes, Error> {
-    let mut manifest = Vec::new();
-    let end: Lsn = loop {
-        match backup.next().await? {
-            Piece::Archive(bytes) => upload.write(&bytes).await?,
-            Piece::Manifest(bytes) if manifest.len() + bytes.len() <= LONGEST_MANIFEST => {
-                manifest.extend_from_slice(&bytes);
-            }
-            Piece::Manifest(_) => {
-                return Err(Error::internal("the manifest of a base backup is too long"));
-            }
-            Piece::End(end) => break end,
-        }
-    };
-    tracing::debug!(%end, "copied a base backup");
-    Ok(manifest.into())
+/// Others wait for it: a megabyte in a second is less than any guest and any store do.
+fn longest(disk: u64) -> Duration {
+    Duration::from_secs(600 + disk / 1_000_000)
 }
 
 fn label(entry: &Entry, chain: &ChainRow, base: &BaseRow) -> Result<Bytes, Error> {

@@ -11,7 +11,7 @@ use bytes::{Buf, Bytes, BytesMut};
 use postgres_protocol::{
     authentication::sasl::{ChannelBinding, SCRAM_SHA_256, ScramSha256},
     message::{
-        backend::{DataRowBody, ErrorResponseBody, Message},
+        backend::{DataRowBody, ErrorResponseBody, Header, Message},
         frontend,
     },
 };
@@ -28,6 +28,8 @@ use crate::{Error, database::credentials::ADMIN};
 /// For the next bytes. It begins with a checkpoint, which may take a while.
 const DEADLINE: Duration = Duration::from_secs(300);
 const BUFFER: usize = 256 << 10;
+/// PostgreSQL sends files in pieces of 32 KiB. The guest may be anything.
+const LONGEST_MESSAGE: i32 = 1 << 20;
 /// In the order of what it answers: where it begins, the tablespaces, the copy, where it ends. There is one tablespace:
 /// only a superuser could make more.
 const COMMAND: &str = "BASE_BACKUP (LABEL 'atoll', CHECKPOINT 'fast', WAIT false, MANIFEST 'yes')";
@@ -151,6 +153,7 @@ impl BaseBackup {
 
     async fn next_message(&mut self) -> Result<Message, Error> {
         loop {
+            check_length(&self.buffer)?;
             if let Some(message) = Message::parse(&mut self.buffer).map_err(Error::internal)? {
                 return match message {
                     Message::ErrorResponse(body) => Err(refused(&body)),
@@ -162,6 +165,14 @@ impl BaseBackup {
                 return Err(Error::internal(io::Error::from(io::ErrorKind::UnexpectedEof)));
             }
         }
+    }
+}
+
+/// Before room is made for a message that has begun.
+fn check_length(buffer: &[u8]) -> Result<(), Error> {
+    match Header::parse(buffer).map_err(Error::internal)? {
+        Some(header) if header.len() > LONGEST_MESSAGE => Err(unexpected("a message")),
+        Some(_) | None => Ok(()),
     }
 }
 
@@ -191,4 +202,21 @@ fn unexpected(what: &str) -> Error {
 
 fn silent() -> Error {
     Error::internal("a base backup stopped coming")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_room_is_made_for_a_message_that_is_too_long() {
+        let begun = |length: u32| check_length(&[&b"d"[..], &length.to_be_bytes()].concat());
+        for good in [4, 32 << 10, 1 << 20] {
+            begun(good).unwrap();
+        }
+        for bad in [0, 3, (1 << 20) + 1, i32::MAX as u32, u32::MAX] {
+            assert!(begun(bad).is_err(), "{bad}");
+        }
+        check_length(b"d\xff\xff").unwrap();
+    }
 }

@@ -21,11 +21,11 @@ use std::{
     },
 };
 
-use api::DatabaseId;
+use api::{DatabaseId, ErrorCode};
 use tokio::sync::{Mutex as AsyncMutex, Notify, Semaphore};
 
 use self::store::BackupStore;
-use super::settings::BackupSettings;
+use super::{Databases, settings::BackupSettings};
 use crate::{
     Error,
     db::{BaseRow, ChainRow, Db},
@@ -37,6 +37,8 @@ const BASES_AT_ONCE: usize = 2;
 pub(super) struct Backups {
     /// `None`: there shall be none.
     store: Option<BackupStore>,
+    /// Beside what the sandboxes write.
+    is_on_pool: bool,
     settings: BackupSettings,
     bases: Semaphore,
     failures: AtomicU64,
@@ -46,8 +48,10 @@ pub(super) struct Backups {
 
 impl Backups {
     pub(super) fn open(settings: &BackupSettings, data: &Path) -> Result<Self, Error> {
+        let store = BackupStore::open(&settings.place, data)?;
         Ok(Self {
-            store: BackupStore::open(&settings.place, data)?,
+            is_on_pool: store.as_ref().map_or(Ok(false), |store| store.is_beside(data))?,
+            store,
             settings: settings.clone(),
             bases: Semaphore::new(BASES_AT_ONCE),
             failures: AtomicU64::new(0),
@@ -109,6 +113,25 @@ impl Archive {
 
     fn change(&self, with: impl FnOnce(&mut Known)) {
         with(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+impl Databases {
+    /// Room for so many bytes more in the store.
+    ///
+    /// # Errors
+    /// 507: what is left of the pool is for sandboxes.
+    fn admit_to_store(&self, bytes: u64) -> Result<(), Error> {
+        if self.backups.is_on_pool {
+            let pool = self.sandboxes.pool_room()?;
+            if pool.free_bytes < pool.reserve_bytes.saturating_add(bytes) {
+                return Err(Error::new(
+                    ErrorCode::CapacityExceeded,
+                    "the host has no room for its backups",
+                ));
+            }
+        }
+        Ok(())
     }
 }
 

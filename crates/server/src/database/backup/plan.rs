@@ -90,6 +90,11 @@ pub(super) fn is_base_due(
     segments >= MOST_SEGMENTS || (segments > 0 && passed(newest.base, every))
 }
 
+/// Of a chain or a base backup: the time, and in their order also where the clock was set back.
+pub(super) fn next_id(now: i64, last: Option<i64>) -> i64 {
+    last.map_or(now, |last| now.max(last.saturating_add(1)))
+}
+
 /// What is needed no longer, so that every time since `since` can be reached.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Outdated {
@@ -179,6 +184,14 @@ mod tests {
         assert!(!due(10_000, false, &[chain(0, 5, None)], &bases));
         assert!(due(1, false, &[chain(0, 5 + MOST_SEGMENTS, None)], &bases));
         assert!(due(1, false, &[chain(0, 6, None), chain(7, 9, None)], &bases));
+    }
+
+    #[test]
+    fn ids_keep_their_order_when_the_clock_is_set_back() {
+        assert_eq!(next_id(7, None), 7);
+        assert_eq!(next_id(7, Some(3)), 7);
+        assert_eq!(next_id(7, Some(7)), 8);
+        assert_eq!(next_id(7, Some(900)), 901);
     }
 
     #[test]

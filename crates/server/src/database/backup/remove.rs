@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use api::DatabaseId;
 
-use super::super::Databases;
+use super::{super::Databases, store::BackupStore};
 use crate::Error;
 
 const AGAIN_EVERY: Duration = Duration::from_secs(600);
@@ -12,6 +12,10 @@ const AGAIN_EVERY: Duration = Duration::from_secs(600);
 impl Databases {
     /// Before the row of a database goes.
     pub(in crate::database) async fn leave_backups(&self, id: &DatabaseId) -> Result<(), Error> {
+        // A clone that is being made may still bring its log there.
+        if let Some(entry) = self.all().into_iter().find(|entry| entry.id() == *id) {
+            drop(entry.archive.turn.lock().await);
+        }
         self.db.insert_removed_backups(id).await
     }
 
@@ -23,8 +27,11 @@ impl Databases {
     /// Runs as long as the server.
     pub(in crate::database) async fn remove_backups(self: Arc<Self>) {
         loop {
-            if let Err(error) = self.remove_all_backups().await {
-                tracing::warn!(%error, cause = error.causes(), "backups of deleted databases are left for now");
+            // Without one, as in a server that makes no backups now, the rows wait for it.
+            if let Some(store) = &self.backups.store
+                && let Err(error) = self.remove_all_backups(store).await
+            {
+                tracing::warn!(%error, cause = error.causes(), "failed to look for backups of deleted databases");
             }
             tokio::select! {
                 () = self.backups.removed.notified() => {}
@@ -34,18 +41,24 @@ impl Databases {
         }
     }
 
-    async fn remove_all_backups(&self) -> Result<(), Error> {
+    async fn remove_all_backups(&self, store: &BackupStore) -> Result<(), Error> {
         for id in self.db.removed_backups().await? {
             // Whose row is there is being removed itself, and may still write.
             if self.all().iter().any(|entry| entry.id() == id) {
                 continue;
             }
-            if let Some(store) = &self.backups.store {
-                store.remove(&id.to_string()).await?;
+            match self.remove_backups_of(&id, store).await {
+                Ok(()) => tracing::info!(database = %id, "removed its backups"),
+                Err(error) => {
+                    tracing::warn!(database = %id, %error, cause = error.causes(), "its backups are left for now");
+                }
             }
-            self.db.forget_backups(&id).await?;
-            tracing::info!(database = %id, "removed its backups");
         }
         Ok(())
+    }
+
+    async fn remove_backups_of(&self, id: &DatabaseId, store: &BackupStore) -> Result<(), Error> {
+        store.remove(&id.to_string()).await?;
+        self.db.forget_backups(id).await
     }
 }

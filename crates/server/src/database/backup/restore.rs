@@ -8,7 +8,7 @@ use bytes::Bytes;
 use futures::Stream;
 use machine::guest::{FileWrite, Unpack};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 use tokio_util::io::ReaderStream;
 
 use super::{
@@ -115,6 +115,9 @@ impl Databases {
         let way = tokio::select! {
             way = self.way(&source, target) => way?,
             () = entry.deleted() => return Ok(()),
+            () = source.closed.cancelled() => {
+                return Err(Error::not_found("its source was deleted meanwhile"));
+            }
         };
         self.sandboxes.delete_managed(&account, &sandbox).await?;
         let began = Instant::now();
@@ -168,20 +171,22 @@ impl Databases {
     /// Of a source that runs, or is woken, every time until now can be reached.
     async fn way(self: &Arc<Self>, source: &Arc<Entry>, target: i64) -> Result<Way, Error> {
         let until = Instant::now() + REACH_DEADLINE;
+        let too_late = || Error::busy("the source's log does not reach the store", 10);
         loop {
             let known = source.archive.known();
             match way_to(target.div_euclid(1000), &known.chains, &known.bases) {
                 Ok(way) => return Ok(way),
                 Err(Unreachable::NotYet) if Instant::now() < until => {}
-                Err(Unreachable::NotYet) => {
-                    return Err(Error::busy("the source's log does not reach the store", 10));
-                }
+                Err(Unreachable::NotYet) => return Err(too_late()),
                 Err(unreachable) => return Err(self.cannot_reach(source, &unreachable)),
             }
             self.bring_up(source).await?;
             let (account, sandbox) = source.sandbox();
             let _in_use = self.sandboxes.unnoticed_use_of(&account, &sandbox)?;
-            self.archive(source, &mut None, Urge::Always, false).await?;
+            // Its turn may be taken by a base backup.
+            timeout_at(until, self.archive(source, &mut None, Urge::Always, false))
+                .await
+                .map_err(|_| too_late())??;
             pause().await;
         }
     }

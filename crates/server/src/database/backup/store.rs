@@ -4,6 +4,7 @@
 use std::{
     fs::{self, DirBuilder, File},
     io,
+    ops::Range,
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     pin::Pin,
@@ -14,12 +15,13 @@ use std::{
 use api::ErrorCode;
 use async_compression::tokio::{bufread::ZstdDecoder, write::ZstdEncoder};
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt};
+use futures::{StreamExt, TryStreamExt, stream};
 use object_store::{
     ObjectStore, ObjectStoreExt, buffered::BufWriter, local::LocalFileSystem, path::Path as Key,
 };
 use tokio::{
     io::{AsyncRead, AsyncWriteExt},
+    runtime::Handle,
     time::timeout,
 };
 use tokio_util::io::StreamReader;
@@ -34,6 +36,11 @@ const PIECE_DEADLINE: Duration = Duration::from_secs(300);
 /// What a base backup's piece has in memory.
 const UPLOAD_PIECE: usize = 8 << 20;
 const UPLOADS_AT_ONCE: usize = 2;
+/// Of one request: the crate gives each half a minute, with all that it answers.
+const DOWNLOAD_PIECE: u64 = 8 << 20;
+const DOWNLOADS_AT_ONCE: usize = 2;
+/// Of the environment, what is meant for the storage.
+const VARIABLES: &str = "AWS_";
 /// Above a server's databases, in a storage that may hold other things.
 const ABOVE: &str = "databases";
 
@@ -45,9 +52,10 @@ pub(super) struct BackupStore {
     folder: Option<PathBuf>,
 }
 
-/// A piece of content on its way in.
+/// A piece of content on its way in. What is dropped before its end is not in the store, nor are parts of it.
 pub(super) struct Upload {
-    encoder: ZstdEncoder<BufWriter>,
+    /// `None` once it ends.
+    encoder: Option<ZstdEncoder<BufWriter>>,
     store: BackupStore,
     key: Key,
 }
@@ -81,9 +89,19 @@ impl BackupStore {
     /// so on.
     fn of_url(url: &str) -> Result<Self, Error> {
         let url = Url::parse(url).map_err(Error::from_start)?;
+        let variables = std::env::vars_os().filter_map(|(name, value)| {
+            let name = name.into_string().ok().filter(|name| name.starts_with(VARIABLES))?;
+            Some((name, value.into_string().ok()?))
+        });
         let (store, prefix) =
-            object_store::parse_url_opts(&url, std::env::vars()).map_err(Error::from_start)?;
+            object_store::parse_url_opts(&url, variables).map_err(Error::from_start)?;
         Ok(Self { store: store.into(), prefix: prefix.join(ABOVE), folder: None })
+    }
+
+    /// Whether it takes room of that directory's file system.
+    pub(super) fn is_beside(&self, directory: &Path) -> Result<bool, Error> {
+        let Some(folder) = &self.folder else { return Ok(false) };
+        store::pool::is_same_file_system(folder, directory).map_err(Error::from_start)
     }
 
     fn key(&self, name: &str) -> Key {
@@ -94,7 +112,7 @@ impl BackupStore {
         let key = self.key(name);
         let writer = BufWriter::with_capacity(Arc::clone(&self.store), key.clone(), UPLOAD_PIECE)
             .with_max_concurrency(UPLOADS_AT_ONCE);
-        Upload { encoder: ZstdEncoder::new(writer), store: self.clone(), key }
+        Upload { encoder: Some(ZstdEncoder::new(writer)), store: self.clone(), key }
     }
 
     /// As it is: small, and read by people.
@@ -124,9 +142,14 @@ impl BackupStore {
         &self,
         name: &str,
     ) -> Result<Pin<Box<dyn AsyncRead + Send>>, Error> {
-        let found = bounded(self.store.get(&self.key(name))).await?;
-        let stream = found.into_stream().map_err(io::Error::other);
-        Ok(Box::pin(ZstdDecoder::new(StreamReader::new(stream))))
+        let (store, key) = (Arc::clone(&self.store), self.key(name));
+        let size = bounded(store.head(&key)).await?.size;
+        let piece = move |range| {
+            let (store, key) = (Arc::clone(&store), key.clone());
+            async move { bounded(store.get_range(&key, range)).await.map_err(io::Error::other) }
+        };
+        let pieces = stream::iter(ranges(size)).map(piece).buffered(DOWNLOADS_AT_ONCE).boxed();
+        Ok(Box::pin(ZstdDecoder::new(StreamReader::new(pieces))))
     }
 
     pub(super) async fn get(&self, name: &str) -> Result<Bytes, Error> {
@@ -134,8 +157,12 @@ impl BackupStore {
         bounded(found.bytes()).await
     }
 
-    /// What there is directly below a name.
+    /// What there is directly below a name, in a folder with what uploads that broke off have left.
     pub(super) async fn names(&self, below: &str) -> Result<Vec<String>, Error> {
+        if let Some(folder) = &self.folder {
+            let path = folder.join(below);
+            return on_disk(move || names(&path)).await;
+        }
         let listed = bounded(self.store.list_with_delimiter(Some(&self.key(below)))).await?;
         let objects = listed.objects.into_iter().map(|object| object.location);
         let last = |key: Key| key.filename().map(str::to_owned);
@@ -144,12 +171,12 @@ impl BackupStore {
 
     /// One object, or all below a name. Also when there is nothing.
     pub(super) async fn remove(&self, name: &str) -> Result<(), Error> {
-        let key = self.key(name);
         if let Some(folder) = &self.folder {
             // With what an upload that broke off has left.
-            let path = folder.join(key.as_ref());
+            let path = folder.join(name);
             return on_disk(move || remove(&path)).await;
         }
+        let key = self.key(name);
         let listed = self.store.list(Some(&key)).map_ok(|object| object.location).boxed();
         let listed = listed.chain(futures::stream::once(async move { Ok(key) })).boxed();
         let mut gone = self.store.delete_stream(listed);
@@ -165,14 +192,18 @@ impl BackupStore {
 
 impl Upload {
     pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let written = timeout(PIECE_DEADLINE, self.encoder.write_all(bytes)).await;
+        let Some(encoder) = &mut self.encoder else { return Err(ended()) };
+        let written = timeout(PIECE_DEADLINE, encoder.write_all(bytes)).await;
         written.map_err(|_| silent())?.map_err(failed)
     }
 
     /// It is in the store when this returns: how many bytes it takes there.
     pub(super) async fn finish(mut self) -> Result<u64, Error> {
-        let ended = timeout(PIECE_DEADLINE, self.encoder.shutdown()).await;
-        ended.map_err(|_| silent())?.map_err(failed)?;
+        let Some(mut encoder) = self.encoder.take() else { return Err(ended()) };
+        // It comes to its end also where nobody waits for that any longer: half-way it could not be given up.
+        let ending = tokio::spawn(async move { encoder.shutdown().await });
+        let ended = timeout(PIECE_DEADLINE, ending).await.map_err(|_| silent())?;
+        ended.map_err(Error::internal)?.map_err(failed)?;
         let bytes = bounded(self.store.store.head(&self.key)).await?.size;
         self.store.check(&self.key, bytes).await?;
         Ok(bytes)
@@ -180,10 +211,24 @@ impl Upload {
 
     /// What is there of it goes.
     pub(super) async fn give_up(mut self) {
-        let aborted = timeout(PIECE_DEADLINE, self.encoder.get_mut().abort()).await;
-        if !matches!(aborted, Ok(Ok(()))) {
-            tracing::warn!(key = %self.key, "an upload that broke off is left in the store");
+        if let Some(encoder) = self.encoder.take() {
+            abort(encoder, self.key.clone()).await;
         }
+    }
+}
+
+impl Drop for Upload {
+    fn drop(&mut self) {
+        if let (Some(encoder), Ok(runtime)) = (self.encoder.take(), Handle::try_current()) {
+            runtime.spawn(abort(encoder, self.key.clone()));
+        }
+    }
+}
+
+async fn abort(mut encoder: ZstdEncoder<BufWriter>, key: Key) {
+    let aborted = timeout(PIECE_DEADLINE, encoder.get_mut().abort()).await;
+    if !matches!(aborted, Ok(Ok(()))) {
+        tracing::warn!(%key, "an upload that broke off is left in the store");
     }
 }
 
@@ -191,8 +236,20 @@ async fn bounded<T>(request: impl Future<Output = object_store::Result<T>>) -> R
     timeout(PIECE_DEADLINE, request).await.map_err(|_| silent())?.map_err(failed)
 }
 
-async fn on_disk(work: impl FnOnce() -> io::Result<()> + Send + 'static) -> Result<(), Error> {
+async fn on_disk<T: Send + 'static>(
+    work: impl FnOnce() -> io::Result<T> + Send + 'static,
+) -> Result<T, Error> {
     tokio::task::spawn_blocking(work).await.map_err(Error::internal)?.map_err(failed)
+}
+
+/// Of content of that size.
+fn ranges(size: u64) -> impl Iterator<Item = Range<u64>> + Send {
+    let start = |piece: u64| piece * DOWNLOAD_PIECE;
+    (0..size.div_ceil(DOWNLOAD_PIECE)).map(move |piece| start(piece)..size.min(start(piece + 1)))
+}
+
+fn ended() -> Error {
+    Error::internal("an upload is written to after its end")
 }
 
 fn silent() -> Error {
@@ -208,6 +265,19 @@ fn failed(source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error 
 fn flush(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()?;
     path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
+}
+
+/// Also when there is nothing.
+fn names(directory: &Path) -> io::Result<Vec<String>> {
+    let entries = match fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries?,
+    };
+    // Names are ours: text.
+    let name = |entry: io::Result<fs::DirEntry>| {
+        entry.map(|entry| entry.file_name().to_string_lossy().into_owned())
+    };
+    entries.map(name).collect()
 }
 
 fn remove(path: &Path) -> io::Result<()> {
@@ -229,12 +299,18 @@ mod tests {
 
     use super::*;
 
+    /// Of several pieces, also when it is compressed.
+    fn noise() -> Vec<u8> {
+        let mut noise = vec![0; 20_000_000];
+        rand::fill(&mut noise[..]);
+        noise
+    }
+
     #[tokio::test]
     async fn what_is_put_comes_back_and_goes_with_all_that_is_below_it() {
         let directory = tempfile::tempdir().unwrap();
         let store = BackupStore::open(&BackupPlace::Data, directory.path()).unwrap().unwrap();
-        let content: Vec<u8> =
-            (0..20_000_000_u32).map(|n| (n.wrapping_mul(n) >> 7) as u8).collect();
+        let content = [noise(), vec![0; 1 << 20]].concat();
         let mut upload = store.upload("one/base/large");
         for piece in content.chunks(1 << 20) {
             upload.write(piece).await.unwrap();
@@ -264,10 +340,43 @@ mod tests {
         let place = BackupPlace::Folder(directory.path().join("elsewhere"));
         let store = BackupStore::open(&place, directory.path()).unwrap().unwrap();
         let mut upload = store.upload("one/large");
-        let content: Vec<u8> =
-            (0..20_000_000_u32).map(|n| (n.wrapping_mul(n) >> 7) as u8).collect();
+        let content = noise();
         upload.write(&content).await.unwrap();
+        assert_eq!(store.names("one").await.unwrap().len(), 1, "what is under way");
         upload.give_up().await;
         assert!(store.names("one").await.unwrap().is_empty());
+        let mut upload = store.upload("one/large");
+        upload.write(&content).await.unwrap();
+        drop(upload);
+        let gone = async {
+            while !store.names("one").await.unwrap().is_empty() {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+        };
+        timeout(Duration::from_secs(60), gone).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_a_server_that_was_killed_left_of_an_upload_is_found_and_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = BackupStore::open(&BackupPlace::Data, directory.path()).unwrap().unwrap();
+        store.put("one/wal/0001.zst", Bytes::from_static(b"log")).await.unwrap();
+        let left = directory.path().join(FOLDER).join("one/wal/0002.zst#1");
+        fs::write(&left, "lo").unwrap();
+        let mut names = store.names("one/wal").await.unwrap();
+        names.sort();
+        assert_eq!(names, ["0001.zst", "0002.zst#1"]);
+        store.remove("one/wal/0002.zst#1").await.unwrap();
+        assert_eq!(store.names("one/wal").await.unwrap(), ["0001.zst"]);
+    }
+
+    #[test]
+    fn content_is_read_in_pieces_without_a_gap() {
+        let pieces = |size| ranges(size).map(|piece| (piece.start, piece.end)).collect::<Vec<_>>();
+        let (one, two) = (DOWNLOAD_PIECE, 2 * DOWNLOAD_PIECE);
+        assert!(pieces(0).is_empty());
+        assert_eq!(pieces(5), [(0, 5)]);
+        assert_eq!(pieces(one), [(0, one)]);
+        assert_eq!(pieces(two + 1), [(0, one), (one, two), (two, two + 1)]);
     }
 }
