@@ -1,8 +1,21 @@
 //! What the server itself does in a database, as a superuser: over TCP, from the gateway of its machine's network.
 
-use std::time::Duration;
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
 
-use tokio::{net::TcpStream, task::JoinHandle};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+    task::JoinHandle,
+};
 use tokio_postgres::{Client, Config, NoTls, SimpleQueryMessage, error::SqlState};
 
 use super::credentials::{ADMIN, Credentials, verifier};
@@ -10,10 +23,13 @@ use crate::Error;
 
 /// One statement, or a login. A guest that has just been restored translates its code anew.
 const ANSWER: Duration = Duration::from_secs(30);
+/// Of the same, in bytes. Several times the largest that is asked for, a piece of the log.
+const LONGEST_ANSWER: u64 = 16 << 20;
 
 /// A session that ends when it is dropped.
 pub(super) struct Admin {
     client: Client,
+    left: Arc<AtomicU64>,
     connection: JoinHandle<()>,
 }
 
@@ -41,6 +57,8 @@ impl Admin {
         config.user(ADMIN).password(password).dbname(database).application_name("atoll");
         // Also where everybody else is refused for want of room.
         config.options("-c default_transaction_read_only=off");
+        let left = Arc::new(AtomicU64::new(LONGEST_ANSWER));
+        let stream = Bounded { stream, left: Arc::clone(&left) };
         let connecting = config.connect_raw(stream, NoTls);
         match tokio::time::timeout(ANSWER, connecting).await {
             Ok(Ok((client, connection))) => {
@@ -49,7 +67,7 @@ impl Admin {
                         tracing::debug!(%error, "a session of the server's own ended");
                     }
                 });
-                Ok(Self { client, connection })
+                Ok(Self { client, left, connection })
             }
             Ok(Err(error)) => Err(match error.code() {
                 Some(code) if *code == SqlState::INVALID_PASSWORD => Refused::WrongPassword,
@@ -62,15 +80,21 @@ impl Admin {
         }
     }
 
+    /// For one statement.
+    fn client(&self) -> &Client {
+        self.left.store(LONGEST_ANSWER, Ordering::Relaxed);
+        &self.client
+    }
+
     /// One transaction, or what goes by itself.
     pub(super) async fn run(&self, statements: &str) -> Result<(), Error> {
-        let run = tokio::time::timeout(ANSWER, self.client.batch_execute(statements));
+        let run = tokio::time::timeout(ANSWER, self.client().batch_execute(statements));
         run.await.map_err(|_| silent())?.map_err(Error::internal)
     }
 
     /// The one row that a query answers, as text.
     pub(super) async fn row(&self, query: &str) -> Result<Vec<Option<String>>, Error> {
-        let asked = tokio::time::timeout(ANSWER, self.client.simple_query(query)).await;
+        let asked = tokio::time::timeout(ANSWER, self.client().simple_query(query)).await;
         let answer = asked.map_err(|_| silent())?.map_err(Error::internal)?;
         let row = answer.into_iter().find_map(|message| {
             if let SimpleQueryMessage::Row(row) = message { Some(row) } else { None }
@@ -87,9 +111,11 @@ impl Admin {
         length: i64,
     ) -> Result<Vec<u8>, Error> {
         let query = "SELECT pg_read_binary_file($1, $2, $3)";
-        let row =
-            tokio::time::timeout(ANSWER, self.client.query_one(query, &[&path, &offset, &length]))
-                .await;
+        let row = tokio::time::timeout(
+            ANSWER,
+            self.client().query_one(query, &[&path, &offset, &length]),
+        )
+        .await;
         row.map_err(|_| silent())?.and_then(|row| row.try_get(0)).map_err(Error::internal)
     }
 
@@ -105,7 +131,7 @@ impl Admin {
     pub(super) async fn refuses_writes(&self) -> Result<bool, Error> {
         let asked =
             "SELECT setting FROM pg_file_settings WHERE name = 'default_transaction_read_only'";
-        let asking = tokio::time::timeout(ANSWER, self.client.simple_query(asked));
+        let asking = tokio::time::timeout(ANSWER, self.client().simple_query(asked));
         let answer = asking
             .await
             .map_err(|_| Error::internal("PostgreSQL did not answer in time"))?
@@ -143,6 +169,51 @@ impl Admin {
     }
 }
 
+/// Of which only so much is read: PostgreSQL is its tenant's, and what it answers is kept in memory.
+struct Bounded<S> {
+    stream: S,
+    left: Arc<AtomicU64>,
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.left.load(Ordering::Relaxed) == 0 {
+            return Poll::Ready(Err(io::Error::other(
+                "PostgreSQL answers more than was asked for",
+            )));
+        }
+        let before = buffer.filled().len();
+        let read = Pin::new(&mut this.stream).poll_read(context, buffer);
+        let bytes = (buffer.filled().len() - before) as u64;
+        let spend = |left: u64| Some(left.saturating_sub(bytes));
+        let _ = this.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend);
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Bounded<S> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.get_mut().stream).poll_write(context, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().stream).poll_shutdown(context)
+    }
+}
+
 fn silent() -> Error {
     Error::internal("PostgreSQL did not answer in time")
 }
@@ -175,7 +246,23 @@ fn own_credentials(origin: &Credentials, own: &Credentials) -> String {
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncReadExt;
+
     use super::*;
+
+    #[tokio::test]
+    async fn a_stream_that_says_more_than_it_may_breaks_off() {
+        let left = Arc::new(AtomicU64::new(10));
+        let mut stream = Bounded { stream: tokio::io::repeat(1), left: Arc::clone(&left) };
+        let mut bytes = [0; 8];
+        stream.read_exact(&mut bytes).await.unwrap();
+        left.store(10, Ordering::Relaxed);
+        // The last read may be longer than what was left.
+        for _ in 0..2 {
+            stream.read_exact(&mut bytes).await.unwrap();
+        }
+        assert!(stream.read_exact(&mut bytes).await.is_err());
+    }
 
     #[test]
     fn only_what_has_another_name_is_renamed() {

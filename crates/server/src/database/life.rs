@@ -30,6 +30,18 @@ const UP_PAUSE: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Between tries to start one again whose machine does not.
 const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
+/// Of what a command says: the guest is its tenant's.
+const MOST_SAID: usize = 64 << 10;
+
+/// Whether the machine of an attempt before will do.
+fn is_made(machine: Option<(State, Target)>) -> bool {
+    matches!(machine, Some((state, target)) if state != State::Creating && target != Target::Deleted)
+}
+
+fn keep_some(said: &mut Vec<u8>, bytes: &[u8]) {
+    let room = MOST_SAID.saturating_sub(said.len());
+    said.extend_from_slice(&bytes[..bytes.len().min(room)]);
+}
 
 impl Databases {
     /// Runs until the database is removed, or the server closes.
@@ -174,14 +186,18 @@ impl Databases {
         source: &DatabaseId,
     ) -> Result<(), Error> {
         let row = entry.row();
-        if self.sandboxes.state_of(&row.account, &row.id.sandbox()).is_some() {
-            // Of an attempt before.
-            return Ok(());
+        let is_made = is_made(self.sandboxes.state_of(&row.account, &row.id.sandbox()));
+        if !is_made {
+            self.sandboxes.delete_managed(&row.account, &row.id.sandbox()).await?;
         }
         let text = row.id.to_string();
         let (snapshot, volume) =
             (text.parse().map_err(Error::internal)?, text.parse().map_err(Error::internal)?);
+        // Of an attempt before, which may have ended on either side of the create.
         self.sandboxes.forget_snapshot(&snapshot).await?;
+        if is_made {
+            return Ok(());
+        }
         let source = self.find(&row.account, &source.to_string())?;
         if matches!(
             self.sandboxes.state_of(&row.account, &source.id().sandbox()),
@@ -195,7 +211,7 @@ impl Databases {
             let (account, sandbox) = source.sandbox();
             self.sandboxes.snapshot_managed(&account, &sandbox, snapshot).await?;
             entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
-            self.db.update_database(&entry.row()).await?;
+            self.save(entry).await?;
         }
         let request = CreateSandbox {
             persistent: Some(true),
@@ -249,6 +265,10 @@ impl Databases {
                     Ok(admin) => {
                         if credentials.admin_password != own.admin_password {
                             admin.make_own(&origin, &own).await?;
+                        }
+                        // Also after a change whose end nobody has seen.
+                        if entry.look(|row| row.state) == DatabaseState::Ready {
+                            self.tell_sandboxes(entry);
                         }
                         return Ok(admin);
                     }
@@ -312,7 +332,7 @@ impl Databases {
         let mut said = Vec::new();
         while let Some(event) = watch.next().await {
             match event? {
-                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => said.extend(bytes),
+                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => keep_some(&mut said, &bytes),
                 ExecEvent::Ended(status) => {
                     let said = String::from_utf8_lossy(&said).into_owned();
                     if status.exit_code == Some(0) {
@@ -342,7 +362,7 @@ impl Databases {
             row.origin = before.clone();
             row.credentials = after.clone();
         });
-        if let Err(error) = self.db.update_database(&entry.row()).await {
+        if let Err(error) = self.save(entry).await {
             entry.change(|row| row.credentials = before);
             return Err(error);
         }
@@ -397,9 +417,43 @@ impl Databases {
 
     /// A change that is true already has to reach its row, however long the rows are away.
     async fn write_down(&self, entry: &Entry) {
-        while let Err(error) = self.db.update_database(&entry.row()).await {
+        while let Err(error) = self.save(entry).await {
             tracing::error!(database = %entry.id(), cause = error.causes(), "failed to write a database's row");
             sleep(LOOK_EVERY).await;
         }
+    }
+
+    /// As it is when its turn comes: an older copy never overwrites a newer one.
+    pub(super) async fn save(&self, entry: &Entry) -> Result<(), Error> {
+        let _writing = entry.writing.lock().await;
+        self.db.update_database(&entry.row()).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_that_is_not_done_or_is_to_go_is_made_again() {
+        assert!(!is_made(None));
+        assert!(!is_made(Some((State::Creating, Target::Running))));
+        // What becomes of a create when its server dies.
+        assert!(!is_made(Some((State::Failed, Target::Deleted))));
+        assert!(!is_made(Some((State::Running, Target::Deleted))));
+        for state in [State::Running, State::Hibernated, State::Stopped, State::Failed] {
+            assert!(is_made(Some((state, Target::Running))), "{state:?}");
+        }
+    }
+
+    #[test]
+    fn of_what_a_command_says_only_so_much_is_kept() {
+        let mut said = Vec::new();
+        keep_some(&mut said, b"first");
+        for _ in 0..3 {
+            keep_some(&mut said, &[0; MOST_SAID / 2]);
+        }
+        assert_eq!(said.len(), MOST_SAID);
+        assert!(said.starts_with(b"first"));
     }
 }

@@ -99,6 +99,8 @@ pub(crate) struct Entry {
     row: watch::Sender<DatabaseRow>,
     /// Held by whoever starts PostgreSQL or changes how it is reached.
     turn: AsyncMutex<()>,
+    /// Held while the row is written.
+    writing: AsyncMutex<()>,
     sessions: AtomicU64,
     /// Where their clients are, each once for each session.
     visitors: Mutex<Vec<IpAddr>>,
@@ -140,6 +142,7 @@ impl Entry {
         Self {
             row: watch::Sender::new(row),
             turn: AsyncMutex::new(()),
+            writing: AsyncMutex::new(()),
             sessions: AtomicU64::new(0),
             visitors: Mutex::default(),
             short_of: Mutex::default(),

@@ -66,11 +66,7 @@ impl Databases {
     }
 
     /// Its keeper does the rest.
-    async fn begin(
-        self: &Arc<Self>,
-        caller: &Caller,
-        mut row: DatabaseRow,
-    ) -> Result<Database, Error> {
+    async fn begin(self: &Arc<Self>, caller: &Caller, row: DatabaseRow) -> Result<Database, Error> {
         // Of a request that came again after its server had died.
         if let Ok(there) = self.find(&caller.account, &row.id.to_string()) {
             return Ok(self.shown(&there, Secrets::Withheld));
@@ -82,6 +78,19 @@ impl Databases {
             ..Amounts::default()
         };
         self.db.check_quota(&caller.account, &caller.plan, &more).await?;
+        let (databases, caller) = (Arc::clone(self), Caller { ticket: None, ..caller.clone() });
+        // Goes on to its end when whoever asked has gone: a row without a keeper would be seen by nobody.
+        let task = self.tasks.spawn(async move { databases.place(caller, row).await });
+        let entry = task.await.map_err(Error::internal)??;
+        Ok(self.shown(&entry, Secrets::Withheld))
+    }
+
+    /// Gives it a port, a row and a keeper.
+    async fn place(
+        self: Arc<Self>,
+        caller: Caller,
+        mut row: DatabaseRow,
+    ) -> Result<Arc<Entry>, Error> {
         let _choosing = self.choosing.lock().await;
         for port in self.free_ports() {
             // Somebody else of the host may have it.
@@ -92,12 +101,8 @@ impl Databases {
             }
             let entry = Arc::new(Entry::new(row));
             self.insert(&entry);
-            self.tasks.spawn(Arc::clone(self).keep(
-                Arc::clone(&entry),
-                Caller { ticket: None, ..caller.clone() },
-                listeners,
-            ));
-            return Ok(self.shown(&entry, Secrets::Withheld));
+            self.tasks.spawn(Arc::clone(&self).keep(Arc::clone(&entry), caller, listeners));
+            return Ok(entry);
         }
         Err(Error::new(
             api::ErrorCode::CapacityExceeded,
@@ -196,7 +201,7 @@ impl Databases {
             row.idle_seconds = idle.unwrap_or(row.idle_seconds);
             row.always_on = update.always_on.unwrap_or(row.always_on);
         });
-        self.db.update_database(&entry.row()).await?;
+        self.save(&entry).await?;
         if entry.look(|row| row.state) == DatabaseState::Ready {
             self.apply_idle(&entry).await?;
         }
@@ -297,7 +302,7 @@ impl Databases {
         // Written before it is done, so that a server that dies now goes on with it.
         if entry.look(|row| row.state) != DatabaseState::Deleting {
             entry.change(|row| row.state = DatabaseState::Deleting);
-            match self.db.update_database(&entry.row()).await {
+            match self.save(&entry).await {
                 // The way out of a full disk must not need room on it.
                 Err(error) if error.code == api::ErrorCode::CapacityExceeded => {
                     tracing::warn!(cause = error.causes(), "a delete is not written down");

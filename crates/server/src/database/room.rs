@@ -58,6 +58,11 @@ fn is_short(free: u64, reserve: u64, refuses: bool) -> bool {
     free < if refuses { reserve.saturating_mul(2) } else { reserve }
 }
 
+/// Whether somebody goes on writing all the same, as they may to make room.
+fn is_spent(free: u64, reserve: u64) -> bool {
+    free < reserve / 2
+}
+
 impl Databases {
     /// For as long as it lives.
     pub(super) async fn keep_room(self: &Arc<Self>, entry: &Arc<Entry>) {
@@ -96,8 +101,10 @@ impl Databases {
     async fn see_to_room(self: &Arc<Self>, entry: &Entry, refuses: bool) -> Result<bool, Error> {
         let (account, sandbox) = entry.sandbox();
         let pool = self.sandboxes.pool_room()?;
-        let mut short = is_short(pool.free_bytes, pool.reserve_bytes / 2, refuses)
+        let reserve = pool.reserve_bytes / 2;
+        let mut short = is_short(pool.free_bytes, reserve, refuses)
             .then(|| "the host has no room for what it writes".to_owned());
+        let mut must_end = is_spent(pool.free_bytes, reserve);
         let disk = self.sandboxes.disk_of(&account, &sandbox)?;
         // Without asking the guest: what it has freed may still count here, but no more can be in use.
         let is_sure = self.sandboxes.disk_use_of(&account, &sandbox) < disk / 2;
@@ -119,10 +126,10 @@ impl Databases {
                         .then(|| format!("its disk has reached its limit of {} MB", largest / MIB));
                 }
             }
-            if short.is_some() && room.free < RESERVE / 2 {
-                // Somebody goes on writing, as they may to make room.
-                self.admin(entry).await?.end_writers().await?;
-            }
+            must_end |= is_spent(room.free, RESERVE);
+        }
+        if short.is_some() && must_end {
+            self.admin(entry).await?.end_writers().await?;
         }
         if short.is_some() != refuses {
             self.refuse_writes(entry, short.is_some()).await?;
