@@ -24,6 +24,7 @@ suite! {
     an_unused_database_hibernates_and_a_connection_wakes_it,
     what_was_committed_survives_the_death_of_machine_and_server,
     a_clone_is_its_own_and_its_source_goes_on,
+    a_database_is_reached_at_every_address_of_its_host,
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
     databases_with_names_share_one_port,
     a_database_that_cannot_be_is_refused;
@@ -254,6 +255,29 @@ async fn sessions_are_what_they_are_without_a_server_between(host: Host) {
     let cancelled = tokio::time::timeout(SOON, sleeping.wait_with_output()).await.unwrap().unwrap();
     let said = String::from_utf8_lossy(&cancelled.stderr);
     assert!(said.contains("canceling statement due to user request"), "{said}");
+
+    // Ended from elsewhere, while its client does not look at it.
+    let named = format!("{url}?application_name=unattended");
+    let mut unattended = Command::new("psql")
+        .args([named.as_str(), "-XAtqc", "SELECT 1", "-c", "\\! cat"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
+    let its = "FROM pg_stat_activity WHERE application_name = 'unattended' AND state = 'idle'";
+    until("it is connected and idle", SOON, async || {
+        (sql(url, &format!("SELECT count(*) {its} AND query = 'SELECT 1'")).await == "1")
+            .then_some(())
+    })
+    .await;
+    sql(url, &format!("SELECT pg_terminate_backend(pid) {its}")).await;
+    until("it is not counted", SOON, async || {
+        (client.database(&id).await.unwrap().connections == 0).then_some(())
+    })
+    .await;
+    assert_eq!(unattended.try_wait().unwrap(), None);
+    drop(unattended);
 
     // In and out again, as it was.
     sql(url, "CREATE TABLE copied (line text)").await;
@@ -505,6 +529,23 @@ impl Filled {
         })
         .await;
     }
+}
+
+async fn a_database_is_reached_at_every_address_of_its_host(host: Host) {
+    let _room = host.room(1).await;
+    let environment = vec![
+        ("ATOLL_DATABASES_LISTEN", "0.0.0.0".to_owned()),
+        // No other server's, which would find them taken.
+        ("ATOLL_DATABASES_PORTS", "24000-24999".to_owned()),
+    ];
+    let server = Server::start_with(Options { environment, ..Options::default() }).await;
+    let (id, connection) = any(server.client()).await;
+    for host in [connection.host.as_str(), "127.0.0.1"] {
+        let url = connection.connection_url.replace(&connection.host, host);
+        assert_eq!(sql(&url, "SELECT 6 * 7").await, "42", "{host}");
+    }
+    server.client().delete_database(&id).await.unwrap();
+    host.end(server).await;
 }
 
 async fn a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered(host: Host) {

@@ -1,7 +1,14 @@
 //! The first bytes of a PostgreSQL session, before which nobody knows who comes: a wish for TLS, a cancellation, or the
 //! start itself. See "Message Flow" in PostgreSQL's documentation of its protocol.
 
-use std::{io, pin::Pin, task::Poll};
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    io,
+    net::IpAddr,
+    pin::Pin,
+    sync::{Mutex, PoisonError},
+    task::Poll,
+};
 
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
@@ -18,6 +25,8 @@ const LONGEST_START: usize = 10_000;
 const LONGEST_CANCEL: usize = 512;
 /// Before the start a client asks for TLS and for GSSAPI once each.
 const MOST_REQUESTS: usize = 4;
+/// From one address at once.
+const MOST_STRANGERS: usize = 1024;
 /// First byte of a TLS record with a client's hello.
 const TLS_HANDSHAKE: u8 = 0x16;
 
@@ -27,6 +36,43 @@ pub(super) enum Greeting {
     Start(Vec<u8>),
     /// A session of its own, which only asks to end another's query.
     Cancel(Vec<u8>),
+}
+
+/// Connections before their greeting. Each costs a task and a descriptor, so an address has but so many; others do not wait
+/// for it.
+#[derive(Debug, Default)]
+pub(super) struct Strangers(Mutex<HashMap<IpAddr, usize>>);
+
+impl Strangers {
+    /// `None`: too many are there from this address.
+    pub(super) fn admit(&self, from: IpAddr) -> Option<Stranger<'_>> {
+        let mut strangers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let there = strangers.entry(from).or_default();
+        if *there == MOST_STRANGERS {
+            return None;
+        }
+        *there += 1;
+        Some(Stranger { all: self, from })
+    }
+}
+
+/// One of them, for as long as this lives.
+#[derive(Debug)]
+pub(super) struct Stranger<'a> {
+    all: &'a Strangers,
+    from: IpAddr,
+}
+
+impl Drop for Stranger<'_> {
+    fn drop(&mut self) {
+        let mut strangers = self.all.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut there) = strangers.entry(self.from) {
+            *there.get_mut() -= 1;
+            if *there.get() == 0 {
+                there.remove();
+            }
+        }
+    }
 }
 
 /// A client, with or without TLS.
@@ -219,6 +265,19 @@ mod tests {
         {
             assert!(greeted(bytes.clone()).await.0.is_err(), "{bytes:?}");
         }
+    }
+
+    #[test]
+    fn an_address_has_but_so_many_strangers_at_once() {
+        let strangers = Strangers::default();
+        let [one, other] = [1, 2].map(|last| IpAddr::from([10, 0, 0, last]));
+        let mut there: Vec<_> = (0..MOST_STRANGERS).map(|_| strangers.admit(one)).collect();
+        assert!(there.iter().all(Option::is_some));
+        assert!(strangers.admit(one).is_none() && strangers.admit(other).is_some());
+        there.pop();
+        assert!(strangers.admit(one).is_some());
+        drop(there);
+        assert!(strangers.0.lock().unwrap().is_empty());
     }
 
     #[test]

@@ -29,6 +29,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{
     backup::{Archive, Backups},
+    greeting::Strangers,
     tls::Tls,
 };
 pub(crate) use self::{credentials::Credentials, life::TEMPLATE};
@@ -88,6 +89,7 @@ pub struct Databases {
     tls: Tls,
     backups: Backups,
     entries: RwLock<HashMap<DatabaseId, Arc<Entry>>>,
+    strangers: Strangers,
     /// Held while a port is chosen.
     choosing: AsyncMutex<()>,
     tasks: TaskTracker,
@@ -241,6 +243,7 @@ impl Databases {
             tls,
             backups,
             entries: RwLock::default(),
+            strangers: Strangers::default(),
             choosing: AsyncMutex::new(()),
             tasks: TaskTracker::new(),
             closed: CancellationToken::new(),

@@ -1,5 +1,6 @@
-//! The way to databases: a port for each at the server's own address, or their names ([`super::routing`]). Who comes from a sandbox is known by its address
-//! and let in by its account; everybody else by the password alone. Nothing is looked at after the greeting.
+//! The way to databases: a port for each at the server's own address, or their names ([`super::routing`]). Who comes from a
+//! sandbox is known by its address and let in by its account; everybody else by the password alone. Nothing is looked at
+//! after the greeting.
 
 use std::{
     io,
@@ -10,7 +11,7 @@ use std::{
 
 use rustix::net::sockopt;
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt, copy_bidirectional_with_sizes},
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     task::JoinSet,
     time::timeout,
@@ -47,8 +48,7 @@ impl Databases {
     pub(super) async fn listen(&self, port: u16) -> io::Result<Vec<TcpListener>> {
         let is_hidden = self.routed_port().is_some_and(|routed| routed != port);
         let mut listeners = Vec::new();
-        for address in std::iter::once(self.door).chain(self.settings.listen.filter(|_| !is_hidden))
-        {
+        for address in addresses(self.door, self.settings.listen.filter(|_| !is_hidden)) {
             listeners.push(TcpListener::bind((address, port)).await?);
         }
         Ok(listeners)
@@ -97,7 +97,7 @@ impl Databases {
         stream: TcpStream,
         from: SocketAddr,
     ) -> io::Result<()> {
-        let (mut client, greeting) = self.greeted(stream).await?;
+        let (mut client, greeting) = self.greeted(stream, from.ip()).await?;
         if !self.admits(entry, from.ip()) {
             return client.refuse(NOT_ALLOWED, "this sandbox's account has no such database").await;
         }
@@ -110,7 +110,14 @@ impl Databases {
         }
     }
 
-    pub(super) async fn greeted(&self, stream: TcpStream) -> io::Result<(Client, Greeting)> {
+    pub(super) async fn greeted(
+        &self,
+        stream: TcpStream,
+        from: IpAddr,
+    ) -> io::Result<(Client, Greeting)> {
+        let Some(_stranger) = self.strangers.admit(from) else {
+            return Err(io::Error::other("too many from its address are there without a greeting"));
+        };
         keep_alive(&stream)?;
         timeout(GREETING, Client::greeted(stream, &self.tls.acceptor)).await?
     }
@@ -137,7 +144,7 @@ impl Databases {
     pub(super) async fn run(
         self: &Arc<Self>,
         entry: &Arc<Entry>,
-        mut client: Client,
+        client: Client,
         from: IpAddr,
         message: &[u8],
     ) -> io::Result<()> {
@@ -157,9 +164,8 @@ impl Databases {
         let (account, sandbox) = entry.sandbox();
         let ended = self.sandboxes.machine_end(&account, &sandbox);
         guest.write_all(message).await?;
-        let copying = copy_bidirectional_with_sizes(&mut client, &mut guest, BUFFER, BUFFER);
         tokio::select! {
-            copied = copying => copied.map(drop),
+            ended = exchange(client, guest) => ended,
             () = session.ended() => Ok(()),
             // Of which the other end of the connection would not tell: its machine is just not there any longer.
             () = ended => Ok(()),
@@ -196,6 +202,48 @@ impl Databases {
     }
 }
 
+/// One alone where it is the server's own as well.
+fn addresses(door: IpAddr, more: Option<IpAddr>) -> Vec<IpAddr> {
+    match more {
+        Some(all) if all.is_unspecified() || all == door => vec![all],
+        Some(other) => vec![door, other],
+        None => vec![door],
+    }
+}
+
+/// Until PostgreSQL has said all that it says. A client that does not look at its connection would not tell of that end.
+async fn exchange<C, G>(client: C, guest: G) -> io::Result<()>
+where
+    C: AsyncRead + AsyncWrite,
+    G: AsyncRead + AsyncWrite,
+{
+    let (from_client, to_client) = tokio::io::split(client);
+    let (from_guest, to_guest) = tokio::io::split(guest);
+    let asking = async {
+        pass(from_client, to_guest).await?;
+        // The answer to what came last is still due.
+        std::future::pending().await
+    };
+    tokio::select! {
+        failed = asking => failed,
+        ended = pass(from_guest, to_client) => ended,
+    }
+}
+
+/// All there is, and the end.
+async fn pass(mut from: impl AsyncRead + Unpin, mut to: impl AsyncWrite + Unpin) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER];
+    loop {
+        let read = from.read(&mut buffer).await?;
+        if read == 0 {
+            return to.shutdown().await;
+        }
+        to.write_all(&buffer[..read]).await?;
+        // TLS keeps what its socket did not take at once.
+        to.flush().await?;
+    }
+}
+
 fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     sockopt::set_socket_keepalive(stream, true)?;
@@ -203,4 +251,57 @@ fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     sockopt::set_tcp_keepintvl(stream, KEEPALIVE / 6)?;
     sockopt::set_tcp_keepcnt(stream, 3)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::duplex;
+
+    use super::*;
+
+    #[test]
+    fn an_address_that_is_the_servers_too_is_listened_at_once() {
+        let ip = |text: &str| text.parse::<IpAddr>().unwrap();
+        let door = ip("100.64.8.0");
+        for same in ["0.0.0.0", "::", "100.64.8.0"].map(ip) {
+            assert_eq!(addresses(door, Some(same)), [same]);
+        }
+        assert_eq!(addresses(door, Some(ip("10.0.0.1"))), [door, ip("10.0.0.1")]);
+        assert_eq!(addresses(door, None), [door]);
+    }
+
+    #[tokio::test]
+    async fn all_that_postgresql_said_arrives_and_its_end_is_the_end() {
+        let (client, clients) = duplex(1000);
+        let (guest, guests) = duplex(1000);
+        let session = tokio::spawn(exchange(clients, guests));
+        let (mut from_client, _stays_open) = tokio::io::split(client);
+        let said = vec![7; 300_000];
+        let saying = async {
+            let mut guest = guest;
+            guest.write_all(&said).await.unwrap();
+        };
+        let mut heard = Vec::new();
+        let (_, read) = tokio::join!(saying, from_client.read_to_end(&mut heard));
+        read.unwrap();
+        assert_eq!(heard, said);
+        session.await.unwrap().unwrap();
+    }
+
+    #[tokio::test]
+    async fn what_is_answered_after_the_end_of_a_client_is_passed_on() {
+        let (mut client, clients) = duplex(1000);
+        let (mut guest, guests) = duplex(1000);
+        let session = tokio::spawn(exchange(clients, guests));
+        client.write_all(b"ask").await.unwrap();
+        client.shutdown().await.unwrap();
+        let mut asked = Vec::new();
+        guest.read_to_end(&mut asked).await.unwrap();
+        guest.write_all(b"answer").await.unwrap();
+        drop(guest);
+        let mut answer = Vec::new();
+        client.read_to_end(&mut answer).await.unwrap();
+        assert_eq!((asked.as_slice(), answer.as_slice()), (&b"ask"[..], &b"answer"[..]));
+        session.await.unwrap().unwrap();
+    }
 }

@@ -86,7 +86,7 @@ impl Databases {
     }
 
     async fn routed(self: &Arc<Self>, stream: TcpStream, from: SocketAddr) -> io::Result<()> {
-        let (mut client, greeting) = self.greeted(stream).await?;
+        let (mut client, greeting) = self.greeted(stream, from.ip()).await?;
         // To a sandbox of another account it is as unknown as one that never was.
         let named = self.named(&client).filter(|entry| self.admits(entry, from.ip()));
         match (named, greeting) {
