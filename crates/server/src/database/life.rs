@@ -49,10 +49,14 @@ impl Databases {
         self: Arc<Self>,
         entry: Arc<Entry>,
         caller: Caller,
-        listeners: Vec<TcpListener>,
+        mut listeners: Vec<TcpListener>,
     ) {
         let kept = async {
             if entry.look(|row| row.state) == DatabaseState::Provisioning {
+                // Of a server that died meanwhile: whoever hears that it is ready finds it there.
+                if listeners.is_empty() {
+                    listeners = self.listen(entry.look(|row| row.port)).await.unwrap_or_default();
+                }
                 self.provision(&entry, &caller).await;
             }
             tokio::select! {
