@@ -191,9 +191,20 @@ pub(crate) fn write_back(pid: u32) -> io::Result<()> {
 }
 
 fn write_pages_back(file: &File) -> io::Result<()> {
-    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE
-        | libc::SYNC_FILE_RANGE_WRITE
-        | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+    sync_pages(
+        file,
+        libc::SYNC_FILE_RANGE_WAIT_BEFORE
+            | libc::SYNC_FILE_RANGE_WRITE
+            | libc::SYNC_FILE_RANGE_WAIT_AFTER,
+    )
+}
+
+/// What is in the host's page cache of this file is on its way to the disk when this returns, and no more.
+pub(crate) fn begin_to_write_back(file: &File) -> io::Result<()> {
+    sync_pages(file, libc::SYNC_FILE_RANGE_WRITE)
+}
+
+fn sync_pages(file: &File, flags: libc::c_uint) -> io::Result<()> {
     // SAFETY: nothing of ours is read or written.
     #[expect(unsafe_code, reason = "a call without a wrapper")]
     let result = unsafe { libc::sync_file_range(file.as_raw_fd(), 0, 0, flags) };

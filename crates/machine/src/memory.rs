@@ -239,6 +239,26 @@ impl GuestMemory {
         }
         Ok(())
     }
+
+    /// Reads a byte of each page, for what the kernel does when a page is read.
+    pub(crate) fn touch(&self, at: u64, bytes: usize) {
+        // What the kernel takes in one call: `UIO_MAXIOV` in `linux/uio.h`.
+        const MOST: usize = 1024;
+        let first = (self.address + at) as usize;
+        let pages: Vec<_> = (first..first + bytes)
+            .step_by(PAGE as usize)
+            .map(|base| RemoteIoVec { base, len: 1 })
+            .collect();
+        let mut buffer = [0; MOST];
+        for pages in pages.chunks(MOST) {
+            // Nothing depends on it.
+            let _ = process_vm_readv(
+                self.pid,
+                &mut [IoSliceMut::new(&mut buffer[..pages.len()])],
+                pages,
+            );
+        }
+    }
 }
 
 /// The file of which most is mapped, without a gap and from its start: its first piece, and its length.

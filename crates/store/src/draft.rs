@@ -157,16 +157,28 @@ pub(crate) fn sync_directory(path: &Path) -> Result<()> {
     sync_file(path)
 }
 
+/// Files side by side: each waits for the disk, and all for the same journal.
 fn sync_below(directory: &Path) -> Result<()> {
+    const MOST_THREADS: usize = 4;
+    let mut files = Vec::new();
     for entry in fs::read_dir(directory).map_err(Error::io("list", directory))? {
         let entry = entry.map_err(Error::io("list", directory))?;
         let kind = entry.file_type().map_err(Error::io("stat", entry.path()))?;
         if kind.is_dir() {
             sync_below(&entry.path())?;
         } else if kind.is_file() {
-            sync_file(&entry.path())?;
+            files.push(entry.path());
         }
     }
+    let sync = |files: &[PathBuf]| files.iter().try_for_each(|file| sync_file(file));
+    std::thread::scope(|scope| {
+        let share = files.len().div_ceil(MOST_THREADS).max(1);
+        let syncing: Vec<_> =
+            files.chunks(share).map(|files| scope.spawn(move || sync(files))).collect();
+        syncing.into_iter().try_for_each(|syncing| {
+            syncing.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    })?;
     sync_directory(directory)
 }
 
