@@ -131,7 +131,7 @@ impl Databases {
             () = entry.deleted() => return Ok(()),
         }
         entry.change(|row| row.origin = origin);
-        self.db.update_database(&entry.row()).await?;
+        self.save(entry).await?;
         let (segments, seconds) = (way.segments.count(), began.elapsed().as_secs_f64());
         tracing::info!(database = %row.id, source = %from, segments, seconds, "restored from backups");
         Ok(())
