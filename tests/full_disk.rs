@@ -71,11 +71,15 @@ impl Image {
         }
     }
 
-    fn make_room(&self) {
+    async fn make_room(&self) {
         let filler = self.mounted.join("filler");
+        let freed = fs::metadata(&filler).unwrap().len();
         // The blocks of a file that is only removed are free some time later, also for the next filling.
         File::create(&filler).unwrap();
         fs::remove_file(filler).unwrap();
+        // Somebody may have written meanwhile.
+        until("what was freed is free", DONE, async || (self.free() >= freed / 2).then_some(()))
+            .await;
     }
 
     fn free(&self) -> u64 {
@@ -143,7 +147,7 @@ async fn a_full_pool_refuses_creates_and_takes_them_again(host: Host) {
         let alive = server.client().exec(&running.id, &command("echo alive")).await.unwrap();
         assert_eq!(alive.stdout, "alive\n");
     }
-    image.make_room();
+    image.make_room().await;
     let fresh = server.create(&small()).await;
     let works = server.client().exec(&fresh.id, &command("echo works")).await.unwrap();
     assert_eq!(works.stdout, "works\n");
@@ -179,7 +183,7 @@ async fn a_guest_that_fills_the_pool_stands_still_and_goes_on(host: Host) {
     let (sandbox, writing) = stands_still(&server, &image).await;
     let refused = server.client().exec(&sandbox.id, &command("echo no")).await.unwrap_err();
     assert_eq!(refused.status(), Some(507));
-    image.make_room();
+    image.make_room().await;
     let written = writing.await.unwrap();
     assert_eq!((written.stdout.as_str(), written.exit_code), ("same\n", 0), "{written:?}");
     until("the sandbox no longer says so", Duration::from_secs(20), async || {
@@ -199,7 +203,7 @@ async fn a_sandbox_can_be_deleted_on_a_full_pool(host: Host) {
     server.client().delete_sandbox(&sandbox.id).await.unwrap();
     assert_eq!(server.get(&format!("/v1/sandboxes/{}", sandbox.id)).await.status, 404);
     assert_eq!(directories(&server), 0);
-    image.make_room();
+    image.make_room().await;
     server.create(&small()).await;
     host.end(server).await;
 }
@@ -223,7 +227,7 @@ async fn what_cannot_be_saved_for_want_of_room_runs_on(host: Host) {
             assert_eq!(sandbox.held().await, held, "{action} {left}");
         }
         assert!(client.snapshots(None).await.unwrap().is_empty());
-        image.make_room();
+        image.make_room().await;
     }
     client.hibernate(&sandbox.id).await.unwrap();
     assert_eq!(sandbox.held().await, held);
@@ -241,7 +245,7 @@ async fn a_server_starts_again_beside_a_guest_that_stands_still(host: Host) {
     writing.abort();
     server.restart(End::Killed).await;
     assert_eq!(server.client().sandbox(&sandbox.id).await.unwrap().status, SandboxStatus::Running);
-    image.make_room();
+    image.make_room().await;
     until("it goes on", Duration::from_secs(120), async || {
         let look = command("test -s /root/large && echo on");
         let result = server.client().exec(&sandbox.id, &look).await;
@@ -272,7 +276,7 @@ async fn a_database_refuses_writes_before_the_pool_is_full(host: Host) {
     let said = String::from_utf8_lossy(&refused.stderr);
     assert!(!refused.status.success() && said.contains("read-only transaction"), "{said}");
     assert_eq!(sql(&url, "SELECT x FROM kept").await, "7");
-    image.make_room();
+    image.make_room().await;
     until("writes are taken", DONE, async || {
         psql(&url, "INSERT INTO kept VALUES (9)").await.status.success().then_some(())
     })
