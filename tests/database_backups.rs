@@ -1,16 +1,11 @@
 //! Backups of databases: made, gone back to, kept from a store that is away, removed with their database.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
-use std::{fs, path::Path, process::Stdio, time::Duration};
+use std::{fs, net::Ipv4Addr, path::Path, time::Duration};
 
 use api::{CloneDatabase, CreateDatabase, Database, DatabaseId, DatabaseStatus};
 use client::Client;
-use serde_json::Value;
-use tests::{End, Host, Options, Server, pause, python_with, sql, suite, until};
-use tokio::{
-    io::{AsyncBufReadExt, BufReader},
-    process::{Child, Command},
-};
+use tests::{End, Host, ObjectStorage, Options, Server, clock_of, pause, sql, suite, until};
 
 suite! {
     a_database_is_made_as_another_was_between_two_commits,
@@ -45,16 +40,12 @@ async fn when(client: &Client, id: &DatabaseId, what: &str, is: impl Fn(&Databas
     .await;
 }
 
-/// Of the database's clock, as it is between two commits.
-const NOW: &str =
-    r#"SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"#;
-
 /// One commit, a time, another commit.
 async fn two_commits(client: &Client, id: &DatabaseId, url: &str) -> String {
     sql(url, "CREATE TABLE ledger (entry text)").await;
     when(client, id, "the first backup", |database| database.last_backup_at.is_some()).await;
     sql(url, "INSERT INTO ledger VALUES ('before')").await;
-    let between = sql(url, NOW).await;
+    let between = clock_of(url).await;
     sql(url, "INSERT INTO ledger VALUES ('after')").await;
     between
 }
@@ -122,29 +113,12 @@ async fn a_database_is_made_as_another_was_between_two_commits(host: Host) {
     host.end(server).await;
 }
 
-/// A server that speaks S3, with a bucket `bucket`.
-async fn object_storage() -> (Child, u16) {
-    let mut process = Command::new(python_with("object_storage").await)
-        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/object_storage.py"))
-        .arg("127.0.0.1")
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .kill_on_drop(true)
-        .spawn()
-        .unwrap();
-    let mut output = BufReader::new(process.stdout.take().unwrap()).lines();
-    let first = tokio::time::timeout(SOON, output.next_line()).await.unwrap();
-    let first: Value = serde_json::from_str(&first.unwrap().unwrap()).unwrap();
-    (process, first["port"].as_u64().unwrap().try_into().unwrap())
-}
-
 async fn backups_go_to_an_object_storage_and_come_back(host: Host) {
-    let (storage, port) = object_storage().await;
+    let storage = ObjectStorage::start(Ipv4Addr::LOCALHOST).await;
     let server = Server::start_with(Options {
         arguments: vec!["--databases-backups".to_owned(), "s3://bucket/of/mine".to_owned()],
         environment: vec![
-            ("AWS_ENDPOINT", format!("http://127.0.0.1:{port}")),
+            ("AWS_ENDPOINT", format!("http://127.0.0.1:{}", storage.port)),
             ("AWS_ALLOW_HTTP", "true".to_owned()),
             ("AWS_ACCESS_KEY_ID", "test".to_owned()),
             ("AWS_SECRET_ACCESS_KEY", "test".to_owned()),

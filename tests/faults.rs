@@ -21,8 +21,8 @@ use api::{
 use client::{Method, RootDisk, SandboxFilter, WriteOptions};
 use rustix::process::Signal;
 use tests::{
-    End, Footprint, Held, Host, Options, Server, command, failpoints_program, from, patterned,
-    pause, small, sql, suite, until,
+    End, Footprint, Held, Host, Options, Server, clock_of, command, failpoints_program, from,
+    patterned, pause, small, sql, suite, until,
 };
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
@@ -868,8 +868,7 @@ async fn a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backu
         databases.push((point, made.id, url));
     }
     for (point, id, url) in &databases {
-        let now = r#"SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"#;
-        let target_time = Some(sql(url, now).await);
+        let target_time = Some(clock_of(url).await);
         sql(url, "INSERT INTO ledger VALUES ('after')").await;
         let client = victim.server.client();
         let request = CloneDatabase { target_time, ..CloneDatabase::default() };

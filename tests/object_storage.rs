@@ -1,59 +1,18 @@
 //! Object storage by signed addresses, from inside a real guest: a server that speaks S3, on this host.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
-use std::{net::Ipv4Addr, process::Stdio, time::Duration};
+use std::time::Duration;
 
 use client::Method;
 use serde_json::{Value, json};
 use tests::{
-    Answer, Host, Options, Sandbox, Server, address_of_the_host, command, patterned, pause,
-    python_with, small, suite,
-};
-use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
-    process::{Child, ChildStdin, ChildStdout, Command},
+    Answer, Host, ObjectStorage, Options, Sandbox, Server, address_of_the_host, command, patterned,
+    pause, small, suite,
 };
 
 suite! {
     files_go_to_an_object_storage_and_come_back_by_signed_addresses;
     soak:
-}
-
-const START_DEADLINE: Duration = Duration::from_secs(120);
-
-struct Storage {
-    port: u16,
-    input: ChildStdin,
-    output: Lines<BufReader<ChildStdout>>,
-    _process: Child,
-}
-
-impl Storage {
-    async fn start(address: Ipv4Addr) -> Self {
-        let python = python_with("object_storage").await;
-        let mut process = Command::new(python)
-            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/object_storage.py"))
-            .arg(address.to_string())
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::null())
-            .kill_on_drop(true)
-            .spawn()
-            .unwrap();
-        let input = process.stdin.take().unwrap();
-        let mut output = BufReader::new(process.stdout.take().unwrap()).lines();
-        let first = tokio::time::timeout(START_DEADLINE, output.next_line()).await.unwrap();
-        let first: Value = serde_json::from_str(&first.unwrap().unwrap()).unwrap();
-        let port = first["port"].as_u64().unwrap().try_into().unwrap();
-        Self { port, input, output, _process: process }
-    }
-
-    async fn signed(&mut self, method: &str, key: &str, seconds: u32) -> String {
-        let order = format!("{method} {key} {seconds}\n");
-        self.input.write_all(order.as_bytes()).await.unwrap();
-        let url = tokio::time::timeout(START_DEADLINE, self.output.next_line()).await.unwrap();
-        url.unwrap().unwrap()
-    }
 }
 
 async fn post(sandbox: &Sandbox, route: &str, body: &Value) -> Answer {
@@ -67,7 +26,7 @@ fn credential(url: &str) -> &str {
 
 async fn files_go_to_an_object_storage_and_come_back_by_signed_addresses(host: Host) {
     let address = address_of_the_host();
-    let mut storage = Storage::start(address).await;
+    let mut storage = ObjectStorage::start(address).await;
     let options = Options {
         arguments: vec!["--egress-allow".to_owned(), format!("{address}/32:{}", storage.port)],
         ..Options::default()
@@ -83,7 +42,7 @@ async fn files_go_to_an_object_storage_and_come_back_by_signed_addresses(host: H
 }
 
 /// As programs in a sandbox do it.
-async fn by_commands(sandbox: &Sandbox, storage: &mut Storage) {
+async fn by_commands(sandbox: &Sandbox, storage: &mut ObjectStorage) {
     let content = patterned(3_000_000);
     sandbox.write("/root/sent", content.clone()).await;
     let (put, get) =
@@ -104,7 +63,7 @@ async fn by_commands(sandbox: &Sandbox, storage: &mut Storage) {
 }
 
 /// Without a byte through the server.
-async fn by_the_agent(sandbox: &Sandbox, storage: &mut Storage, server: &Server) {
+async fn by_the_agent(sandbox: &Sandbox, storage: &mut ObjectStorage, server: &Server) {
     let digest = sandbox.run("sha256sum < /root/sent").await;
     let digest = digest.split_whitespace().next().unwrap();
     let (put, get) =

@@ -9,6 +9,7 @@ mod footprint;
 mod held;
 mod host;
 mod interrupt;
+mod object_storage;
 mod postgres;
 mod program;
 mod psql;
@@ -26,9 +27,10 @@ pub use crate::{
     footprint::Footprint,
     held::{Held, from},
     host::Host,
+    object_storage::ObjectStorage,
     postgres::Postgres,
     program::{failpoints_program, program},
-    psql::{psql, sql},
+    psql::{clock_of, psql, sql},
     published::published_command,
     python::{python_with, wheel_of},
     sandbox::{Sandbox, command, patterned, small},

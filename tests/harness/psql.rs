@@ -28,3 +28,12 @@ pub async fn sql(url: &str, statements: &str) -> String {
     assert!(output.status.success(), "{statements}: {said}");
     String::from_utf8(output.stdout).expect("it answers text").trim().to_owned()
 }
+
+/// The time by its own clock, to the microsecond, as a `target_time` is written: between two commits.
+pub async fn clock_of(url: &str) -> String {
+    sql(
+        url,
+        r#"SELECT to_char(clock_timestamp() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"#,
+    )
+    .await
+}

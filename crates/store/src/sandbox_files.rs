@@ -144,8 +144,8 @@ impl SandboxFiles {
     }
 }
 
-/// 0 for what is not there.
-fn allocated(path: &Path) -> Result<u64> {
+/// What a file takes of the host's disk, in bytes: 0 for what is not there.
+pub fn allocated(path: &Path) -> Result<u64> {
     match fs::metadata(path) {
         Ok(metadata) => Ok(metadata.blocks() * 512),
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(0),

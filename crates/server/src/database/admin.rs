@@ -16,7 +16,7 @@ use tokio::{
     net::TcpStream,
     task::JoinHandle,
 };
-use tokio_postgres::{Client, Config, NoTls, SimpleQueryMessage, error::SqlState};
+use tokio_postgres::{Client, Config, NoTls, SimpleQueryMessage, SimpleQueryRow, error::SqlState};
 
 use super::credentials::{ADMIN, Credentials, verifier};
 use crate::Error;
@@ -94,13 +94,18 @@ impl Admin {
 
     /// The one row that a query answers, as text.
     pub(super) async fn row(&self, query: &str) -> Result<Vec<Option<String>>, Error> {
-        let asked = tokio::time::timeout(ANSWER, self.client().simple_query(query)).await;
-        let answer = asked.map_err(|_| silent())?.map_err(Error::internal)?;
-        let row = answer.into_iter().find_map(|message| {
-            if let SimpleQueryMessage::Row(row) = message { Some(row) } else { None }
-        });
+        let row = self.rows(query).await?.into_iter().next();
         let row = row.ok_or_else(|| Error::internal("a query answered no row"))?;
         Ok((0..row.len()).map(|column| row.get(column).map(str::to_owned)).collect())
+    }
+
+    async fn rows(&self, query: &str) -> Result<Vec<SimpleQueryRow>, Error> {
+        let asked = tokio::time::timeout(ANSWER, self.client().simple_query(query)).await;
+        let answer = asked.map_err(|_| silent())?.map_err(Error::internal)?;
+        let rows = answer.into_iter().filter_map(|message| {
+            if let SimpleQueryMessage::Row(row) = message { Some(row) } else { None }
+        });
+        Ok(rows.collect())
     }
 
     /// A part of a file below its data directory.
@@ -131,14 +136,7 @@ impl Admin {
     pub(super) async fn refuses_writes(&self) -> Result<bool, Error> {
         let asked =
             "SELECT setting FROM pg_file_settings WHERE name = 'default_transaction_read_only'";
-        let asking = tokio::time::timeout(ANSWER, self.client().simple_query(asked));
-        let answer = asking
-            .await
-            .map_err(|_| Error::internal("PostgreSQL did not answer in time"))?
-            .map_err(Error::internal)?;
-        Ok(answer.iter().any(
-            |message| matches!(message, SimpleQueryMessage::Row(row) if row.get(0) == Some("on")),
-        ))
+        Ok(self.rows(asked).await?.iter().any(|row| row.get(0) == Some("on")))
     }
 
     /// By default: who has to make room may say otherwise for a transaction of theirs.

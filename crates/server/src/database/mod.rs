@@ -16,10 +16,7 @@ mod tls;
 use std::{
     collections::HashMap,
     net::IpAddr,
-    sync::{
-        Arc, Mutex, PoisonError, RwLock,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
     time::Duration,
 };
 
@@ -103,8 +100,7 @@ pub(crate) struct Entry {
     turn: AsyncMutex<()>,
     /// Held while the row is written.
     writing: AsyncMutex<()>,
-    sessions: AtomicU64,
-    /// Where their clients are, each once for each session.
+    /// Where the clients of its sessions are, each once for each session.
     visitors: Mutex<Vec<IpAddr>>,
     /// Why it refuses writes.
     short_of: Mutex<Option<String>>,
@@ -131,8 +127,7 @@ impl Session {
 
 impl Drop for Session {
     fn drop(&mut self) {
-        self.entry.sessions.fetch_sub(1, Ordering::Relaxed);
-        let mut visitors = self.entry.visitors.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut visitors = self.entry.visitors();
         if let Some(at) = visitors.iter().position(|visitor| *visitor == self.from) {
             visitors.swap_remove(at);
         }
@@ -145,7 +140,6 @@ impl Entry {
             row: watch::Sender::new(row),
             turn: AsyncMutex::new(()),
             writing: AsyncMutex::new(()),
-            sessions: AtomicU64::new(0),
             visitors: Mutex::default(),
             short_of: Mutex::default(),
             archive: Archive::default(),
@@ -192,17 +186,28 @@ impl Entry {
     }
 
     /// `None` when there are `most` already.
-    fn begin_session(self: &Arc<Self>, from: IpAddr, most: u64) -> Option<Session> {
-        let before = self.sessions.fetch_add(1, Ordering::Relaxed);
-        self.visitors.lock().unwrap_or_else(PoisonError::into_inner).push(from);
+    fn begin_session(self: &Arc<Self>, from: IpAddr, most: usize) -> Option<Session> {
+        let before = {
+            let mut visitors = self.visitors();
+            visitors.push(from);
+            visitors.len() - 1
+        };
         let end = self.sessions_end.lock().unwrap_or_else(PoisonError::into_inner).clone();
         self.archive.visited.notify_one();
         let session = Session { entry: Arc::clone(self), from, end };
         (before < most).then_some(session)
     }
 
+    fn visitors(&self) -> MutexGuard<'_, Vec<IpAddr>> {
+        self.visitors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn sessions(&self) -> usize {
+        self.visitors().len()
+    }
+
     fn is_visited_from(&self, from: IpAddr) -> bool {
-        self.visitors.lock().unwrap_or_else(PoisonError::into_inner).contains(&from)
+        self.visitors().contains(&from)
     }
 
     fn end_sessions(&self) {

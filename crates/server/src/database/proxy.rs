@@ -31,7 +31,7 @@ const CANCEL: Duration = Duration::from_secs(10);
 /// Of each direction of a session.
 const BUFFER: usize = 64 << 10;
 /// Of one database; PostgreSQL itself takes fewer.
-const MOST_SESSIONS: u64 = 2000;
+const MOST_SESSIONS: usize = 2000;
 /// After a failure to accept: nothing can be done but wait.
 pub(super) const PAUSE: Duration = Duration::from_millis(200);
 /// A client that is gone without a word keeps a database from hibernating until then.

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, PoisonError},
     time::Duration,
 };
 
@@ -336,7 +336,7 @@ impl Databases {
             disk_bytes: self.sandboxes.disk_use_of(&account, &sandbox),
             always_on: row.always_on,
             idle_seconds: row.idle_seconds,
-            connections: entry.sessions.load(Ordering::Relaxed),
+            connections: entry.sessions() as u64,
             created_at: clock::from_ms(row.created_at),
             cloned_from: row.cloned_from,
             last_backup_at: backups.last_backup_at.map(clock::from_ms),
@@ -376,7 +376,7 @@ impl Databases {
     }
 
     pub(crate) fn connections(&self) -> u64 {
-        self.all().iter().map(|entry| entry.sessions.load(Ordering::Relaxed)).sum()
+        self.all().iter().map(|entry| entry.sessions() as u64).sum()
     }
 }
 

@@ -2,7 +2,7 @@
 //! database refuses writes and goes on answering reads: PostgreSQL shall not find its disk full in the middle of its log.
 
 use std::{
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, PoisonError},
     time::Duration,
 };
 
@@ -73,7 +73,7 @@ impl Databases {
             let runs =
                 matches!(self.sandboxes.state_of(&account, &sandbox), Some((State::Running, _)));
             // What nobody is connected to does not grow.
-            if !runs || entry.sessions.load(Ordering::Relaxed) == 0 {
+            if !runs || entry.sessions() == 0 {
                 continue;
             }
             let looked = match refuses {

@@ -96,11 +96,9 @@ impl Sandboxes {
 
     /// What its root disk takes of the pool.
     pub(crate) fn disk_use_of(&self, account: &AccountId, id: &SandboxId) -> u64 {
-        use std::os::unix::fs::MetadataExt;
         let path = (self.registry.find(account, id).ok())
             .and_then(|entry| Some(self.root(&entry).ok()?.path()));
-        let metadata = path.and_then(|path| path.metadata().ok());
-        metadata.map_or(0, |metadata| metadata.blocks() * 512)
+        path.and_then(|path| store::sandbox_files::allocated(&path).ok()).unwrap_or(0)
     }
 
     /// What its root disk may take, in bytes.

@@ -112,7 +112,7 @@ impl Databases {
         visited: bool,
     ) {
         let (account, sandbox) = entry.sandbox();
-        let has_clients = entry.sessions.load(Ordering::Relaxed) > 0;
+        let has_clients = entry.sessions() > 0;
         if visited || has_clients {
             attention.is_behind = true;
             attention.had_clients = true;
@@ -351,8 +351,7 @@ impl Databases {
         admin.run("SELECT pg_current_xact_id()").await?;
         let after = Look::at(admin).await?;
         admin.run("SELECT pg_switch_wal()").await?;
-        let ended = Look::at(admin).await?;
-        self.fetch(entry, store, admin, chain, ended.flushed).await?;
+        self.fetch_complete(entry, store, admin, chain).await?;
         chain.archived_until = Some(before.now - 1);
         chain.transactions = Some(after.transactions);
         self.keep_chain(entry, chain).await
