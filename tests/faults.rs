@@ -16,7 +16,8 @@ use std::{
 
 use api::{
     CloneDatabase, CreateDatabase, CreateMachine, CreateSandbox, CreateSnapshot, CreateVolume,
-    ExecState, ExecStream, Machine, SandboxId, SandboxStatus, StartExec, VolumeMount,
+    ExecState, ExecStream, Fork, ForkTree, Machine, SandboxId, SandboxStatus, StartExec,
+    VolumeMount,
 };
 use client::{Method, RootDisk, SandboxFilter, WriteOptions};
 use rustix::process::Signal;
@@ -42,6 +43,7 @@ suite! {
     a_delete_comes_to_its_end_whatever_is_killed_or_fails,
     a_start_comes_to_its_end_whatever_was_killed_or_failed,
     a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails,
+    a_fork_leaves_nothing_but_children_whatever_is_killed_or_fails,
     a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back,
     a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts,
     a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,
@@ -51,7 +53,7 @@ suite! {
         a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup,
 }
 
-const OPERATIONS: [&str; 18] = [
+const OPERATIONS: [&str; 19] = [
     "create",
     "exec",
     "execs",
@@ -59,6 +61,7 @@ const OPERATIONS: [&str; 18] = [
     "delete",
     "sweep",
     "snapshot",
+    "fork",
     "pause",
     "resume",
     "hibernate",
@@ -582,6 +585,30 @@ async fn a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails(host: Hos
             client.delete_snapshot(&snapshot.id).await.unwrap();
         }
     }
+    host.end(victim.server).await;
+}
+
+async fn a_fork_leaves_nothing_but_children_whatever_is_killed_or_fails(host: Host) {
+    let _room = host.room(3).await;
+    let mut victim = Victim::start().await;
+    for (point, fault) in faults_of("fork") {
+        victim.arm(&point, fault).await;
+        let forked = victim.server.client().fork(&victim.witness, &Fork::default()).await;
+        assert!(forked.is_err(), "{point}: {forked:?}");
+        victim.is_over(&point, fault).await;
+        // What had come so far that it runs may as well be listed. Nothing lies among what is being made any longer.
+        victim.is_sound(&point).await;
+        assert!(victim.server.client().snapshots(None).await.unwrap().is_empty(), "{point}");
+        victim.delete_others(&point).await;
+    }
+    let point = "snapshot.row_inserted";
+    victim.arm(point, Fault::Kill).await;
+    let tree = ForkTree { count: 2, metadata: None };
+    victim.server.client().fork_tree(&victim.witness, &tree).await.unwrap_err();
+    victim.is_over(point, Fault::Kill).await;
+    victim.is_sound(point).await;
+    assert!(victim.server.client().snapshots(None).await.unwrap().is_empty(), "of no child");
+    assert_eq!(fs::read_dir(victim.server.data().join("snapshots")).unwrap().count(), 0);
     host.end(victim.server).await;
 }
 

@@ -33,6 +33,7 @@ pub use guest::Guest;
 pub use hypervisor::{Boot, Hypervisor, Load, Place, PowerOn, Prepared};
 pub use leftover::{kill_all_of, uids_in_use};
 pub use machine::{Ended, Machine};
+pub use memory_copy::WriteBack;
 pub use process::host_boot_id;
 pub use snapshot::{Ahead, Save, Saved, Steps};
 pub use spec::{Accelerator, MACHINE_TYPE, MachineSpec, READ_ONLY_SLOTS, Shape, WRITABLE_SLOTS};

@@ -23,6 +23,16 @@ const PIECE: u64 = 512 * 1024;
 /// More wait for each other at the file, and the host has other machines.
 const MOST_THREADS: usize = 4;
 
+/// When a copy goes from the host's page cache to its disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteBack {
+    /// On its way beside all else, since it will be flushed.
+    Now,
+    /// When the kernel finds the time: nobody waits for it, and it may be gone by then. The guest, which flushes its disks
+    /// when it is made quiet, need not wait behind it.
+    Later,
+}
+
 /// What is known of a block since it was last looked at.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Known {
@@ -64,7 +74,12 @@ impl Copy {
 
     /// The first time, while the memory goes on changing: whatever would take long in [`Copy::catch_up`] is done here.
     /// `changed` are all pages that are not the base's.
-    pub(crate) fn ahead(&mut self, memory: &GuestMemory, changed: &[Range<u64>]) -> io::Result<()> {
+    pub(crate) fn ahead(
+        &mut self,
+        memory: &GuestMemory,
+        changed: &[Range<u64>],
+        write_back: WriteBack,
+    ) -> io::Result<()> {
         self.go_over(changed, |start, buffer| {
             memory.read_exact(start, buffer)?;
             // The kernel counts a page as an active one when it is read for the second time, and puts it into another
@@ -72,9 +87,11 @@ impl Copy {
             memory.touch(start, buffer.len());
             Ok(())
         })?;
-        // Whoever flushes the file in the end waits for less, and hears of what goes wrong.
-        let target = self.target.try_clone()?;
-        std::thread::spawn(move || disks::begin_to_write_back(&target));
+        if write_back == WriteBack::Now {
+            // Whoever flushes the file in the end waits for less, and hears of what goes wrong.
+            let target = self.target.try_clone()?;
+            std::thread::spawn(move || disks::begin_to_write_back(&target));
+        }
         self.fetch_written()
     }
 
@@ -311,7 +328,7 @@ mod tests {
         let changed = mapped.memory().changed().unwrap().0;
         let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
         let mut copy = Copy::new(base, clone, LENGTH, &changed).unwrap();
-        copy.ahead(&mapped.memory(), &changed).unwrap();
+        copy.ahead(&mapped.memory(), &changed, WriteBack::Later).unwrap();
         (copy, target)
     }
 
@@ -369,7 +386,7 @@ mod tests {
         let target = file();
         let (base, clone) = (base.try_clone().unwrap(), target.try_clone().unwrap());
         let mut copy = Copy::new(base, clone, LENGTH, &many).unwrap();
-        copy.ahead(&mapped.memory(), &changed).unwrap();
+        copy.ahead(&mapped.memory(), &changed, WriteBack::Later).unwrap();
         assert!(content(&target) == memory_of(&mapped.memory()));
         assert_eq!(copy.written_bytes(), LARGE_BLOCK);
     }

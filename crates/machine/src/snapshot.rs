@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::hypervisor::explained;
 use crate::machine::Machine;
 use crate::memory::{GuestMemory, PAGE};
-use crate::memory_copy::Copy;
+use crate::memory_copy::{Copy, WriteBack};
 
 /// All of a save that waits for the host. A few GiB of changed memory are written in seconds.
 const COPY: Duration = Duration::from_secs(60);
@@ -87,13 +87,13 @@ impl Machine {
     ///
     /// # Errors
     /// [`Error::Unfit`] when it is no such clone. The host's disk is full, or it fails; or the process is gone.
-    pub async fn copy_ahead(&self, target: File) -> Result<Ahead> {
+    pub async fn copy_ahead(&self, target: File, write_back: WriteBack) -> Result<Ahead> {
         let memory = GuestMemory::of(self.pid()).map_err(Error::host("find the memory of qemu"))?;
         memory.check_clone(&target)?;
         let copying = tokio::task::spawn_blocking(move || -> io::Result<_> {
             let changed = memory.changed()?;
             let mut copy = Copy::new(memory.open_base()?, target, memory.length(), &changed.0)?;
-            copy.ahead(&memory, &changed.0)?;
+            copy.ahead(&memory, &changed.0, write_back)?;
             let read = numbered(&memory.read()?.0);
             Ok(Ahead { memory, copy, read })
         });

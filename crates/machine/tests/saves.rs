@@ -11,7 +11,7 @@ use harness::{
 };
 use machine::guest::{Guest, Request};
 use machine::hypervisor::{Hypervisor, Place};
-use machine::{Error, Machine, Save};
+use machine::{Error, Machine, Save, WriteBack};
 
 const PAGE: usize = 4096;
 
@@ -141,7 +141,10 @@ async fn save_to<F>(bake: &Bake, machine: &Machine, name: &str, while_stopped: F
     clone_file(&bake.memory(), &directory.join("memory"));
     Save {
         state: File::create(directory.join("state")).unwrap(),
-        memory: machine.copy_ahead(read_write(&directory.join("memory"))).await.unwrap(),
+        memory: machine
+            .copy_ahead(read_write(&directory.join("memory")), WriteBack::Later)
+            .await
+            .unwrap(),
         while_stopped,
     }
 }
@@ -154,9 +157,9 @@ fn nothing() -> std::io::Result<()> {
 async fn memory_that_other_machines_read_is_never_written_over() {
     let bake = Bake::shared().await;
     let (machine, guest) = bake.start("over").await;
-    let ahead = machine.copy_ahead(read_write(&bake.memory())).await;
+    let ahead = machine.copy_ahead(read_write(&bake.memory()), WriteBack::Now).await;
     assert!(matches!(ahead, Err(Error::Unfit(_))));
-    let ahead = machine.copy_ahead(tempfile::tempfile().unwrap()).await;
+    let ahead = machine.copy_ahead(tempfile::tempfile().unwrap(), WriteBack::Now).await;
     assert!(matches!(ahead, Err(Error::Unfit(_))));
     assert!(machine.is_running().await.unwrap());
     run(&guest, "goes-on", "true").await;

@@ -184,7 +184,7 @@ impl SavedMachineDraft {
         Ok(Self { draft, target })
     }
 
-    fn files(&self) -> Files {
+    pub fn files(&self) -> Files {
         Files::of(self.draft.path())
     }
 
@@ -218,6 +218,11 @@ impl SavedMachineDraft {
         clone_file(&saved.files.rootfs(), &self.files().rootfs()).map(drop)
     }
 
+    /// Of a machine that does not write to it now.
+    pub fn clone_rootfs(&self, source: &Path) -> Result<()> {
+        clone_file(source, &self.files().rootfs()).map(drop)
+    }
+
     /// Clones the root disk when called, which is to be while the machine stands still.
     pub fn clone_rootfs_later(
         &self,
@@ -231,6 +236,15 @@ impl SavedMachineDraft {
             clone_into(&input, &output)?;
             Ok(())
         }
+    }
+
+    /// What is started from it where it lies. Nothing of it need be on the disk, and it goes with this.
+    ///
+    /// # Errors
+    /// A file is missing.
+    pub fn unpublished(&self, manifest: Manifest) -> Result<SavedMachine> {
+        self.files().lengths()?;
+        Ok(SavedMachine { manifest, files: self.files() })
     }
 
     /// Flushes everything to the disk, and makes it visible at once. All files must be complete.

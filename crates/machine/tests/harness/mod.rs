@@ -18,7 +18,7 @@ use machine::guest::{
 };
 use machine::hypervisor::{Boot, Hypervisor, Load, Place, Prepared};
 use machine::spec::{Accelerator, MachineSpec, Shape};
-use machine::{Durability, Machine, Result, RootDisk, Save, Saved, VolumeDisk};
+use machine::{Durability, Machine, Result, RootDisk, Save, Saved, VolumeDisk, WriteBack};
 use tokio::sync::OnceCell;
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(60);
@@ -216,7 +216,10 @@ impl Bake {
         machine.flush_disks().await.unwrap();
         let save = Save {
             state: File::create(snapshot.state()).unwrap(),
-            memory: machine.copy_ahead(read_write(&snapshot.memory())).await.unwrap(),
+            memory: machine
+                .copy_ahead(read_write(&snapshot.memory()), WriteBack::Now)
+                .await
+                .unwrap(),
             while_stopped: move || reflink(&source, &target),
         };
         let saved = machine.save(save).await.unwrap();

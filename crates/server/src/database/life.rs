@@ -17,7 +17,7 @@ use crate::{
     Error,
     db::DatabaseRow,
     keys::Caller,
-    sandbox::{ExecEvent, State, Target},
+    sandbox::{DatabaseBeginning, ExecEvent, State, Target},
 };
 
 pub(crate) const TEMPLATE: &str = "postgres";
@@ -28,6 +28,8 @@ const PROVISION_PAUSE: Duration = Duration::from_millis(500);
 const UP_DEADLINE: Duration = Duration::from_secs(300);
 const UP_PAUSE: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Of a source's memory, in bytes, for a clone. The source stands still while it is compared: for each GiB a fifth of a second.
+const MOST_COPIED: u64 = 4 << 30;
 /// Between tries to start one again whose machine does not.
 const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
 /// Of what a command says: the guest is its tenant's.
@@ -178,11 +180,11 @@ impl Databases {
             network: Some(CreateNetwork::Internet(false)),
             ..CreateSandbox::default()
         };
-        self.sandboxes.create_managed(caller, row.id, request, None).await
+        self.sandboxes.create_managed(caller, row.id, request, DatabaseBeginning::Template).await
     }
 
-    /// Out of a snapshot of its source, which goes on. With the source's memory, PostgreSQL's included, where it has the
-    /// same size; else it boots from the disk and recovers.
+    /// At an instant of its source, which goes on. With the source's memory, PostgreSQL's included, where it has the same
+    /// size and there is not too much of it; else it boots from the disk and recovers.
     async fn copy(
         self: &Arc<Self>,
         entry: &Entry,
@@ -190,49 +192,46 @@ impl Databases {
         source: &DatabaseId,
     ) -> Result<(), Error> {
         let row = entry.row();
-        let is_made = is_made(self.sandboxes.state_of(&row.account, &row.id.sandbox()));
-        if !is_made {
-            self.sandboxes.delete_managed(&row.account, &row.id.sandbox()).await?;
-        }
-        let text = row.id.to_string();
-        let (snapshot, volume) =
-            (text.parse().map_err(Error::internal)?, text.parse().map_err(Error::internal)?);
-        // Of an attempt before, which may have ended on either side of the create.
-        self.sandboxes.forget_snapshot(&snapshot).await?;
-        if is_made {
+        let own = row.id.sandbox();
+        if is_made(self.sandboxes.state_of(&row.account, &own)) {
             return Ok(());
         }
+        self.sandboxes.delete_managed(&row.account, &own).await?;
         let source = self.find(&row.account, &source.to_string())?;
+        let (account, sandbox) = source.sandbox();
         if matches!(
-            self.sandboxes.state_of(&row.account, &source.id().sandbox()),
+            self.sandboxes.state_of(&account, &sandbox),
             Some((State::Stopped | State::Failed, _))
         ) {
             self.bring_up(&source).await?;
         }
-        {
-            // Its passwords stay the same meanwhile.
-            let _turn = source.turn.lock().await;
-            let (account, sandbox) = source.sandbox();
-            self.sandboxes.snapshot_managed(&account, &sandbox, snapshot).await?;
-            entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
-            self.save(entry).await?;
-        }
+        let takes_memory = row.size == source.look(|row| row.size)
+            && self.sandboxes.changed_memory_of(&account, &sandbox) <= MOST_COPIED;
         let request = CreateSandbox {
+            cpu: Some(row.cpu),
+            memory_mb: Some(row.size.memory_mb()),
             persistent: Some(true),
             network: Some(CreateNetwork::Internet(false)),
             ..CreateSandbox::default()
         };
-        let made = if row.size == source.look(|row| row.size) {
-            let from_snapshot = Some(text);
-            let request = CreateSandbox { from_snapshot, ..request };
-            self.sandboxes.create_managed(caller, row.id, request, None).await
-        } else {
-            let root = self.sandboxes.root_from(&row.account, &snapshot, volume).await?;
-            let memory_mb = Some(row.size.memory_mb());
-            let request = CreateSandbox { cpu: Some(row.cpu), memory_mb, ..request };
-            self.sandboxes.create_managed(caller, row.id, request, Some(root)).await
-        };
-        self.sandboxes.forget_snapshot(&snapshot).await?;
+        // Its passwords stay the same meanwhile.
+        let turn = source.turn.lock().await;
+        entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
+        self.save(entry).await?;
+        let text = row.id.to_string();
+        if !takes_memory {
+            let volume = text.parse().map_err(Error::internal)?;
+            let root = self.sandboxes.root_of(&account, &sandbox, volume).await?;
+            drop(turn);
+            let beginning = DatabaseBeginning::Root(root);
+            return self.sandboxes.create_managed(caller, row.id, request, beginning).await;
+        }
+        let snapshot = text.parse().map_err(Error::internal)?;
+        let passing = self.sandboxes.passing_of(&account, &sandbox, snapshot).await?;
+        drop(turn);
+        let beginning = passing.beginning();
+        let made = self.sandboxes.create_managed(caller, row.id, request, beginning).await;
+        self.sandboxes.end_passing(passing).await;
         made
     }
 
@@ -397,11 +396,6 @@ impl Databases {
             && let Err(error) = self.sandboxes.forget_root(&account, volume).await
         {
             tracing::warn!(database = %id, %error, "a disk is left over");
-        }
-        if let Ok(snapshot) = id.to_string().parse()
-            && let Err(error) = self.sandboxes.forget_snapshot(&snapshot).await
-        {
-            tracing::warn!(database = %id, %error, "a snapshot is left over");
         }
         while let Err(error) = self.leave_backups(&id).await {
             tracing::error!(database = %id, cause = error.causes(), "failed to write down whose backups are left");

@@ -101,6 +101,21 @@ impl Db {
         id.map(|id| id.parse().map_err(|_| unread("id"))).transpose()
     }
 
+    /// Whose, and of which tree.
+    pub(crate) async fn snapshots_of_trees(
+        &self,
+    ) -> Result<Vec<(SnapshotId, AccountId, String)>, Error> {
+        let rows: Vec<(String, String, String)> =
+            sqlx::query_as("SELECT id, account, tree FROM snapshots WHERE tree IS NOT NULL")
+                .fetch_all(self.pool())
+                .await?;
+        let read = |(id, account, tree): (String, String, String)| {
+            let id = id.parse().map_err(|_| unread("id"))?;
+            Ok((id, account.parse().map_err(|_| unread("account"))?, tree))
+        };
+        rows.into_iter().map(read).collect()
+    }
+
     pub(crate) async fn all_snapshots(&self) -> Result<Vec<SnapshotId>, Error> {
         let ids: Vec<String> =
             sqlx::query_scalar("SELECT id FROM snapshots").fetch_all(self.pool()).await?;

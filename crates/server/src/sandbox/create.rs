@@ -23,7 +23,7 @@ use super::{
 use crate::{
     Error,
     account::Amounts,
-    db::{AttachmentRow, ROOT_SLOT, SandboxRow, VolumeRow},
+    db::{AttachmentRow, ROOT_SLOT, SandboxRow, SnapshotRow, VolumeRow},
     keys::Caller,
 };
 
@@ -134,11 +134,19 @@ pub(super) enum Made {
         name: String,
         root: Option<VolumeRow>,
     },
-    /// `root`: as for a machine.
     Database {
         id: DatabaseId,
-        root: Option<VolumeRow>,
+        beginning: DatabaseBeginning,
     },
+}
+
+/// What a database's machine starts from.
+pub(crate) enum DatabaseBeginning {
+    Template,
+    /// It goes on where another's was.
+    Instant(SnapshotRow, Arc<SavedMachine>),
+    /// It boots from this disk.
+    Root(VolumeRow),
 }
 
 /// Sizes of a machine, within bounds.
@@ -245,27 +253,32 @@ impl Sandboxes {
         let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
         let managed = matches!(made, Made::Database { .. });
-        let (name, root) = match made {
-            Made::Sandbox => (None, None),
-            Made::Machine { name, root } => (Some(name), Some(root)),
-            Made::Database { id: _, root } => (None, Some(root)),
+        let (name, root, instant) = match made {
+            Made::Sandbox => (None, RootWish::Own, None),
+            Made::Machine { name, root: None } => (Some(name), RootWish::Volume, None),
+            Made::Machine { name, root: Some(root) } => (Some(name), RootWish::Kept(root), None),
+            Made::Database { id: _, beginning } => match beginning {
+                DatabaseBeginning::Template => (None, RootWish::Volume, None),
+                DatabaseBeginning::Instant(row, saved) => {
+                    (None, RootWish::Volume, Some((row, saved)))
+                }
+                DatabaseBeginning::Root(root) => (None, RootWish::Kept(root), None),
+            },
         };
-        let root = match root {
-            None => RootWish::Own,
-            Some(None) => RootWish::Volume,
-            Some(Some(root)) => RootWish::Kept(root),
-        };
-        let origin = match (&root, request.from_snapshot.as_deref()) {
-            (RootWish::Kept(volume), _) => {
+        let origin = match (&root, instant, request.from_snapshot.as_deref()) {
+            (RootWish::Kept(volume), ..) => {
                 let origin = disk_origin(volume, &request)?;
                 // Its disk is counted already.
                 self.check_quota(caller, &one_of(origin.cpu, origin.memory_mb, 0)).await?;
                 origin
             }
-            (RootWish::Own | RootWish::Volume, Some(id)) => {
+            (RootWish::Own | RootWish::Volume, Some((row, saved)), _) => {
+                self.instant_origin(caller, row, saved).await?
+            }
+            (RootWish::Own | RootWish::Volume, None, Some(id)) => {
                 self.snapshot_origin(caller, id).await?
             }
-            (RootWish::Own | RootWish::Volume, None) => {
+            (RootWish::Own | RootWish::Volume, None, None) => {
                 self.template_origin(caller, &request, began).await?
             }
         };
@@ -312,6 +325,15 @@ impl Sandboxes {
             .parse()
             .map_err(|_| Error::not_found("`from_snapshot`: there is no snapshot with this id"))?;
         let (row, saved) = self.saved_snapshot(&caller.account, &id).await?;
+        self.instant_origin(caller, row, saved).await
+    }
+
+    async fn instant_origin(
+        &self,
+        caller: &Caller,
+        row: SnapshotRow,
+        saved: Arc<SavedMachine>,
+    ) -> Result<Origin, Error> {
         self.check_quota(caller, &one_of(row.cpu, row.memory_mb, row.disk_mb)).await?;
         Ok(Origin {
             template: row.template,
@@ -320,7 +342,7 @@ impl Sandboxes {
             memory_mb: row.memory_mb,
             disk_mb: row.disk_mb,
             network: row.network,
-            from_snapshot: Some(id),
+            from_snapshot: Some(row.id),
         })
     }
 

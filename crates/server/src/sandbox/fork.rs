@@ -18,10 +18,16 @@ use super::{
     Sandboxes,
     again::tree_of,
     create::{Draft, RootWish, check_metadata, ttl_of},
+    passing::Passing,
     registry::Entry,
+    saved::SavedMachine,
     snapshots::Purpose,
 };
-use crate::{Error, db::SandboxRow, keys::Caller};
+use crate::{
+    Error,
+    db::{SandboxRow, SnapshotRow},
+    keys::Caller,
+};
 
 const MOST_CHILDREN: u32 = 16;
 /// In a child's metadata: which tree it is of.
@@ -46,6 +52,22 @@ impl Ids {
     }
 }
 
+/// The instant at which children begin.
+enum Beginning {
+    /// For as long as there are children: of a tree.
+    Kept(SnapshotRow, Arc<SavedMachine>),
+    Passing(Passing),
+}
+
+impl Beginning {
+    fn parts(&self) -> (&SnapshotRow, &Arc<SavedMachine>) {
+        match self {
+            Self::Kept(row, saved) => (row, saved),
+            Self::Passing(passing) => (&passing.row, &passing.saved),
+        }
+    }
+}
+
 impl Sandboxes {
     /// # Errors
     /// As for a create; all children or none.
@@ -66,8 +88,6 @@ impl Sandboxes {
                 self.branch(caller, &parent, &ids, metadata, None).await?
             }
         };
-        // They hold what they need of it.
-        self.remove_snapshot(&ids.snapshot).await?;
         let Some(first) = children.first().cloned() else {
             return Err(Error::internal("a fork without children"));
         };
@@ -145,36 +165,36 @@ impl Sandboxes {
         // Refused before the parent stands still for it; each counts when its row is written.
         let all = parent.look(SandboxRow::amounts).times(ids.children.len() as u64);
         self.check_quota(caller, &all).await?;
-        let purpose = Purpose::Fork { tree };
         let _under_way = self.pool.create_under_way();
         let (count, is_taken) = (ids.children.len(), AtomicBool::new(false));
         let taking = async {
-            let taken = self.take_snapshot(parent, ids.snapshot, String::new(), purpose).await;
+            let taken = self.beginning(parent, ids.snapshot, tree).await;
             is_taken.store(true, Ordering::SeqCst);
             taken
         };
         let (taken, ()) = tokio::join!(taking, self.pool.make_sites_ahead(count, &is_taken));
-        let snapshot = match taken {
-            Ok(snapshot) => snapshot,
+        let beginning = match taken {
+            Ok(beginning) => beginning,
             Err(error) => {
                 self.pool.remove_sites_ahead().await;
                 return Err(error);
             }
         };
-        let children = self.children(ids, &caller.account, |id, saved_row, saved| Draft {
+        let (of_parent, saved) = beginning.parts();
+        let children = self.children(ids, &caller.account, |id| Draft {
             id,
             caller: caller.clone(),
-            template: saved_row.template.clone(),
-            saved: Some(saved),
-            cpu: saved_row.cpu,
-            memory_mb: saved_row.memory_mb,
-            disk_mb: saved_row.disk_mb,
+            template: of_parent.template.clone(),
+            saved: Some(Arc::clone(saved)),
+            cpu: of_parent.cpu,
+            memory_mb: of_parent.memory_mb,
+            disk_mb: of_parent.disk_mb,
             metadata: metadata.clone(),
             // A child is its parent's copy, down to what its commands are given.
             environment: parent_row.environment.clone(),
             network: parent_row.network.clone(),
             ttl_seconds: explore_ttl.unwrap_or(ttl),
-            from_snapshot: Some(snapshot.id),
+            from_snapshot: Some(ids.snapshot),
             attachments: Vec::new(),
             name: None,
             managed: false,
@@ -184,16 +204,31 @@ impl Sandboxes {
         });
         let made = children.await;
         self.pool.remove_sites_ahead().await;
-        match made {
-            Ok(children) => {
-                self.tell(parent, EventKind::Forked, Some(format!("{count} children")));
-                Ok(children)
-            }
-            Err(error) => {
-                self.remove_snapshot(&snapshot.id).await?;
-                Err(error)
-            }
+        fault::point!("fork.children_made");
+        match beginning {
+            // They hold what they need of it.
+            Beginning::Passing(passing) => self.end_passing(passing).await,
+            Beginning::Kept(row, _) if made.is_err() => self.remove_snapshot(&row.id).await?,
+            Beginning::Kept(..) => {}
         }
+        if made.is_ok() {
+            self.tell(parent, EventKind::Forked, Some(format!("{count} children")));
+        }
+        made
+    }
+
+    async fn beginning(
+        self: &Arc<Self>,
+        parent: &Arc<Entry>,
+        id: SnapshotId,
+        tree: Option<String>,
+    ) -> Result<Beginning, Error> {
+        let Some(tree) = tree else {
+            return Ok(Beginning::Passing(self.passing(parent, id).await?));
+        };
+        let row = self.take_snapshot(parent, id, String::new(), Purpose::Tree(tree)).await?;
+        let (row, saved) = self.saved_snapshot(&row.account, &row.id).await?;
+        Ok(Beginning::Kept(row, saved))
     }
 
     /// Side by side from one image. When one cannot be had, none is.
@@ -201,10 +236,9 @@ impl Sandboxes {
         self: &Arc<Self>,
         ids: &Ids,
         account: &AccountId,
-        draft: impl Fn(SandboxId, &crate::db::SnapshotRow, Arc<super::saved::SavedMachine>) -> Draft,
+        draft: impl Fn(SandboxId) -> Draft,
     ) -> Result<Vec<Sandbox>, Error> {
-        let (row, saved) = self.saved_snapshot(account, &ids.snapshot).await?;
-        let drafts = ids.children.iter().map(|id| draft(*id, &row, Arc::clone(&saved)));
+        let drafts = ids.children.iter().map(|id| draft(*id));
         let made = futures::future::join_all(drafts.map(|draft| self.create_draft(draft))).await;
         let (mut children, mut failure) = (Vec::new(), None);
         for outcome in made {
@@ -289,6 +323,16 @@ impl Sandboxes {
         if let Some(tree) = tree.filter(|tree| self.of_tree(&account, tree).is_empty()) {
             self.end_tree(&tree).await;
         }
+    }
+
+    /// Of servers that died before a child had its row.
+    pub(super) async fn end_trees_without_children(&self) -> Result<(), Error> {
+        for (id, account, tree) in self.db.snapshots_of_trees().await? {
+            if self.of_tree(&account, &tree).is_empty() {
+                self.db.delete_snapshot(&id).await?;
+            }
+        }
+        Ok(())
     }
 
     async fn end_tree(&self, tree: &str) {

@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use api::EventKind;
+use machine::WriteBack;
 use store::sandbox_files::SandboxFiles;
 
 use super::{
@@ -35,7 +36,7 @@ impl Sandboxes {
         };
         // Volumes stay mounted: nobody else gets them meanwhile.
         let was_paused = entry.look(|row| row.state) == State::Paused;
-        let begun = self.begin_to_save(entry, draft).await?;
+        let begun = self.begin_to_save(entry, draft, WriteBack::Now).await?;
         let saved = async {
             let (draft, manifest) = self.save_machine(entry, begun).await?;
             fault::point!("hibernate.publishing", Error::internal);

@@ -7,21 +7,19 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
-use api::{
-    AccountId, CreateSandbox, DatabaseId, ErrorCode, SandboxId, SnapshotId, VolumeId, VolumeKind,
-};
+use api::{AccountId, CreateSandbox, DatabaseId, ErrorCode, SandboxId, SnapshotId, VolumeId};
 use tokio::net::TcpStream;
 
 use super::{
     Running, Sandboxes,
-    create::Made,
+    create::{DatabaseBeginning, Made},
+    passing::Passing,
     registry::{self, Entry, locked},
-    snapshots::Purpose,
     state::{State, Target, Wish},
     transition::When,
     usage::InUse,
 };
-use crate::{Error, account::Plan, blocking::blocking, db::VolumeRow, keys::Caller};
+use crate::{Error, keys::Caller};
 
 const MOST_DATABASES: usize = 16;
 
@@ -65,9 +63,9 @@ impl Sandboxes {
         caller: &Caller,
         id: DatabaseId,
         request: CreateSandbox,
-        root: Option<VolumeRow>,
+        beginning: DatabaseBeginning,
     ) -> Result<(), Error> {
-        self.create_as(caller, request, Made::Database { id, root }).await.map(drop)
+        self.create_as(caller, request, Made::Database { id, beginning }).await.map(drop)
     }
 
     /// All of them, whosever.
@@ -141,52 +139,23 @@ impl Sandboxes {
         Ok(PoolRoom { free_bytes: room.free_bytes, reserve_bytes: self.disk_reserve() })
     }
 
-    /// Its memory and disk as they are now, under that id, for a clone: it goes on, and counts for nothing.
+    /// Its memory and disk as they are now, for a clone: it goes on.
     ///
     /// # Errors
     /// As [`Sandboxes::snapshot`].
-    pub(crate) async fn snapshot_managed(
+    pub(crate) async fn passing_of(
         self: &Arc<Self>,
         account: &AccountId,
         id: &SandboxId,
         snapshot: SnapshotId,
-    ) -> Result<(), Error> {
-        let entry = self.registry.find(account, id)?;
-        let purpose = Purpose::Fork { tree: Some(format!("database-{snapshot}")) };
-        self.take_snapshot(&entry, snapshot, String::new(), purpose).await.map(drop)
+    ) -> Result<Passing, Error> {
+        self.passing(&self.registry.find(account, id)?, snapshot).await
     }
 
-    /// Also when there is none.
-    pub(crate) async fn forget_snapshot(&self, id: &SnapshotId) -> Result<(), Error> {
-        self.remove_snapshot(id).await
-    }
-
-    /// The disk of a snapshot as a volume to boot from, in place of one that an earlier attempt has left.
-    ///
-    /// # Errors
-    /// The snapshot is gone, or there is no room.
-    pub(crate) async fn root_from(
-        &self,
-        account: &AccountId,
-        snapshot: &SnapshotId,
-        volume: VolumeId,
-    ) -> Result<VolumeRow, Error> {
-        self.forget_root(account, volume).await?;
-        let (row, saved) = self.saved_snapshot(account, snapshot).await?;
-        let bytes = row.disk_mb << 20;
-        let root = VolumeRow {
-            id: volume,
-            account: account.clone(),
-            name: format!("root-{volume}").parse().map_err(Error::internal)?,
-            kind: VolumeKind::Root,
-            size_bytes: bytes,
-            created_at: self.clock.now_ms(),
-            template: Some(row.template),
-        };
-        let (layout, source) = (self.sites.layout.clone(), saved.rootfs());
-        blocking(move || store::volume::put_root(&layout, &volume, &source, bytes)).await?;
-        self.db.insert_volume(&root, &Plan::unlimited()).await?;
-        Ok(root)
+    /// How many bytes of its memory would have to be copied for an instant of it.
+    pub(crate) fn changed_memory_of(&self, account: &AccountId, id: &SandboxId) -> u64 {
+        let inside = self.registry.find(account, id).ok().and_then(|entry| entry.inside());
+        inside.and_then(|inside| inside.machine.private_memory_bytes().ok()).unwrap_or(0)
     }
 
     /// Of an attempt that was given up. Also when there is none.

@@ -25,6 +25,7 @@ mod logs;
 mod machines;
 mod managed;
 mod network;
+mod passing;
 mod pausing;
 mod pool;
 mod ports;
@@ -68,7 +69,7 @@ pub(crate) use self::{
     ahead::Kind,
     bake::{Bakes, Size},
     capacity::Limits,
-    create::{DEFAULT_TEMPLATE, check_environment},
+    create::{DEFAULT_TEMPLATE, DatabaseBeginning, check_environment},
     pool::Pool,
     ports::Connection,
     registry::{Registry, locked},

@@ -108,6 +108,7 @@ impl Sandboxes {
         }
         self.volumes.recover(&ids).await?;
         self.db.delete_stray_events().await?;
+        self.end_trees_without_children().await?;
         let snapshots = self.db.all_snapshots().await?;
         store::snapshot::remove_all_but(&self.sites.layout, &snapshots).map_err(Error::internal)?;
         fault::point!("sweep.disks_removing", Error::internal);

@@ -1,7 +1,7 @@
 //! Saving a machine: most of it while the machine goes on, and then one window in which it stands still, for device state,
 //! memory and disk are of one instant.
 
-use machine::{Ahead, MachineSpec, Save, guest::Request};
+use machine::{Ahead, MachineSpec, Save, WriteBack, guest::Request};
 use store::{
     Digest,
     saved_machine::{Manifest, SavedMachineDraft},
@@ -28,6 +28,7 @@ impl Sandboxes {
         &self,
         entry: &Entry,
         draft: SavedMachineDraft,
+        write_back: WriteBack,
     ) -> Result<Begun, Error> {
         let inside = entry.inside().ok_or_else(registry::not_found)?;
         let began = Instant::now();
@@ -48,8 +49,10 @@ impl Sandboxes {
         }
         let base = inside.machine.base_memory()?;
         let (memory, draft) = blocking(move || Ok((draft.clone_memory_of(&base)?, draft))).await?;
-        let (memory, flushed) =
-            tokio::join!(inside.machine.copy_ahead(memory), inside.machine.flush_disks());
+        let (memory, flushed) = tokio::join!(
+            inside.machine.copy_ahead(memory, write_back),
+            inside.machine.flush_disks()
+        );
         flushed?;
         tracing::debug!(sandbox = %id, took = ?began.elapsed(), "saved ahead");
         Ok(Begun { draft, memory: memory? })

@@ -3,7 +3,8 @@
 use std::{sync::Arc, time::Duration};
 
 use api::{AccountId, EventKind, SandboxId, Snapshot, SnapshotId};
-use machine::guest::Request;
+use machine::{WriteBack, guest::Request};
+use store::saved_machine::{Manifest, SavedMachineDraft};
 use tokio::sync::MutexGuard;
 
 use super::{
@@ -32,8 +33,15 @@ const LONGEST_NAME: usize = 256;
 pub(super) enum Purpose {
     /// One of the account's own.
     Kept(Arc<Plan>),
-    /// Where children begin.
-    Fork { tree: Option<String> },
+    /// Where the children of this fork tree begin.
+    Tree(String),
+}
+
+/// A sandbox at one instant, which nobody else knows of yet.
+pub(super) struct Caught {
+    pub(super) row: SnapshotRow,
+    pub(super) draft: SavedMachineDraft,
+    pub(super) manifest: Manifest,
 }
 
 impl Sandboxes {
@@ -79,29 +87,46 @@ impl Sandboxes {
     ) -> Result<SnapshotRow, Error> {
         let (sandboxes, entry) = (Arc::clone(self), Arc::clone(entry));
         let task = self.tasks.spawn(async move {
-            let in_use = entry.usage.begin();
-            entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
-            let hibernates = entry.look(|row| row.state) == State::Hibernated;
-            // Its volumes are mounted in what was saved; a snapshot never holds one.
-            let is_woken = hibernates && !locked(&entry.attachments).is_empty();
-            if is_woken {
-                sandboxes.awake(&entry).await?;
-            }
-            let turn = tokio::time::timeout(TURN, entry.turn.lock()).await.map_err(|_| {
-                Error::busy(
-                    "something else is just being done to the sandbox; try again shortly",
-                    2,
-                )
-            })?;
-            entry.accept(Wish::Snapshot, sandboxes.clock.steady_ms())?;
-            let taken = sandboxes.snapshot_in_turn(&entry, id, name, purpose, &turn).await;
-            drop((turn, in_use));
-            if is_woken {
-                sandboxes.put_to_rest_again(&entry).await;
-            }
-            taken
+            let mut caught = sandboxes.catch(&entry, id, WriteBack::Now).await?;
+            caught.row.name = name;
+            sandboxes.publish(caught, purpose).await
         });
         task.await.map_err(Error::internal)?
+    }
+
+    /// The sandbox goes on when this returns, whether it works or not. Not to be given up half-way.
+    pub(super) async fn catch(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        id: SnapshotId,
+        write_back: WriteBack,
+    ) -> Result<Caught, Error> {
+        let in_use = entry.usage.begin();
+        entry.accept(Wish::Snapshot, self.clock.steady_ms())?;
+        let hibernates = entry.look(|row| row.state) == State::Hibernated;
+        // Its volumes are mounted in what was saved; a snapshot never holds one.
+        let is_woken = hibernates && !locked(&entry.attachments).is_empty();
+        if is_woken {
+            self.awake(entry).await?;
+        }
+        let turn = self.turn_for_snapshot(entry).await?;
+        let caught = self.catch_in_turn(entry, id, write_back, &turn).await;
+        drop((turn, in_use));
+        if is_woken {
+            self.put_to_rest_again(entry).await;
+        }
+        caught
+    }
+
+    pub(super) async fn turn_for_snapshot<'e>(
+        &self,
+        entry: &'e Entry,
+    ) -> Result<MutexGuard<'e, ()>, Error> {
+        let turn = tokio::time::timeout(TURN, entry.turn.lock()).await.map_err(|_| {
+            Error::busy("something else is just being done to the sandbox; try again shortly", 2)
+        })?;
+        entry.accept(Wish::Snapshot, self.clock.steady_ms())?;
+        Ok(turn)
     }
 
     /// Unless somebody uses it by now.
@@ -112,18 +137,13 @@ impl Sandboxes {
         }
     }
 
-    async fn snapshot_in_turn(
+    async fn catch_in_turn(
         &self,
         entry: &Entry,
         id: SnapshotId,
-        name: String,
-        purpose: Purpose,
+        write_back: WriteBack,
         _turn: &MutexGuard<'_, ()>,
-    ) -> Result<SnapshotRow, Error> {
-        let (plan, tree) = match purpose {
-            Purpose::Kept(plan) => (Some(plan), None),
-            Purpose::Fork { tree } => (None, tree),
-        };
+    ) -> Result<Caught, Error> {
         // Before anything is unmounted for it.
         self.admit_bytes(0)?;
         let row = entry.look(|row| SnapshotRow {
@@ -131,15 +151,15 @@ impl Sandboxes {
             account: row.account.clone(),
             sandbox: row.id,
             template: row.template.clone(),
-            name,
+            name: String::new(),
             cpu: row.cpu,
             memory_mb: row.memory_mb,
             disk_mb: row.disk_mb,
-            tree,
+            tree: None,
             created_at: self.clock.now_ms(),
             network: Some(row.network.clone()),
         });
-        let (layout, id) = (self.sites.layout.clone(), row.id);
+        let layout = self.sites.layout.clone();
         let draft = blocking(move || store::snapshot::draft(&layout, &id)).await?;
         let (draft, manifest) = match entry.look(|row| row.state) {
             State::Hibernated => {
@@ -156,7 +176,7 @@ impl Sandboxes {
                 .await?
             }
             State::Creating | State::Running | State::Paused | State::Stopped | State::Failed => {
-                let begun = self.begin_to_save(entry, draft).await?;
+                let begun = self.begin_to_save(entry, draft, write_back).await?;
                 let saved = async {
                     fault::point!("snapshot.saving", Error::internal);
                     self.unmount_volumes(entry).await?;
@@ -170,6 +190,18 @@ impl Sandboxes {
                 let saved = saved?;
                 after?;
                 saved
+            }
+        };
+        Ok(Caught { row, draft, manifest })
+    }
+
+    async fn publish(&self, caught: Caught, purpose: Purpose) -> Result<SnapshotRow, Error> {
+        let Caught { mut row, draft, manifest } = caught;
+        let plan = match purpose {
+            Purpose::Kept(plan) => Some(plan),
+            Purpose::Tree(tree) => {
+                row.tree = Some(tree);
+                None
             }
         };
         fault::point!("snapshot.publishing", Error::internal);
@@ -317,8 +349,17 @@ impl Sandboxes {
         let (layout, id) = (self.sites.layout.clone(), row.id);
         let stored =
             blocking(move || store::snapshot::get(&layout, &id)).await?.ok_or_else(unknown)?;
+        let saved = self.to_start_from(&id, &stored)?;
+        Ok((row, saved))
+    }
+
+    pub(super) fn to_start_from(
+        &self,
+        id: &SnapshotId,
+        stored: &store::saved_machine::SavedMachine,
+    ) -> Result<Arc<SavedMachine>, Error> {
         let spec = self.spec_of(&stored.manifest)?;
-        Ok((row, Arc::new(SavedMachine::of_store(snapshot_key(&id), spec, &stored)?)))
+        Ok(Arc::new(SavedMachine::of_store(snapshot_key(id), spec, stored)?))
     }
 }
 
