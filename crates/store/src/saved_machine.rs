@@ -106,7 +106,7 @@ impl Files {
     }
 }
 
-/// Published and immutable.
+/// Immutable: published, or a draft that nobody writes to any longer.
 #[derive(Debug, Clone)]
 pub struct SavedMachine {
     pub manifest: Manifest,
@@ -184,7 +184,7 @@ impl SavedMachineDraft {
         Ok(Self { draft, target })
     }
 
-    pub fn files(&self) -> Files {
+    fn files(&self) -> Files {
         Files::of(self.draft.path())
     }
 
@@ -216,11 +216,6 @@ impl SavedMachineDraft {
         self.clone_memory(&saved.files.memory())?;
         clone_file(&saved.files.state(), &self.files().state())?;
         clone_file(&saved.files.rootfs(), &self.files().rootfs()).map(drop)
-    }
-
-    /// Of a machine that does not write to it now.
-    pub fn clone_rootfs(&self, source: &Path) -> Result<()> {
-        clone_file(source, &self.files().rootfs()).map(drop)
     }
 
     /// Clones the root disk when called, which is to be while the machine stands still.

@@ -165,20 +165,40 @@ pub fn path(layout: &Layout, id: &VolumeId) -> PathBuf {
     disk(layout, id)
 }
 
-/// The root disk of a machine: a clone of `source`, as long as asked for, at once in place of what was there.
-pub fn put_root(layout: &Layout, id: &VolumeId, source: &Path, bytes: u64) -> Result<File> {
+/// The root disk of a machine, of which nobody knows yet; gone when dropped.
+#[derive(Debug)]
+pub struct RootDraft {
+    draft: Draft,
+    file: File,
+}
+
+/// A clone of `source`, as long as asked for.
+pub fn draft_root(layout: &Layout, source: &Path, bytes: u64) -> Result<RootDraft> {
     let draft = new_draft(layout)?;
     let copy = draft.path().join("disk");
     clone_file(source, &copy)?;
     let open = File::options().read(true).write(true).open(&copy);
     let file = open.map_err(Error::io("open", &copy))?;
     file.set_len(bytes).map_err(Error::io("set the size of", copy))?;
-    fault::point!("machine.disk_publishing", Error::io("publish", disk(layout, id)));
-    if layout.volume(id).exists() {
-        draft.publish_file("disk", &disk(layout, id))?;
-    } else {
-        draft.publish_new(&layout.volume(id))?;
+    Ok(RootDraft { draft, file })
+}
+
+impl RootDraft {
+    /// It is on the disk then, at once in place of what was there.
+    pub fn publish(self, layout: &Layout, id: &VolumeId) -> Result<File> {
+        let Self { draft, file } = self;
+        fault::point!("machine.disk_publishing", Error::io("publish", disk(layout, id)));
+        if layout.volume(id).exists() {
+            draft.publish_file("disk", &disk(layout, id))?;
+        } else {
+            draft.publish_new(&layout.volume(id))?;
+        }
+        fault::point!("machine.disk_published");
+        Ok(file)
     }
-    fault::point!("machine.disk_published");
-    Ok(file)
+}
+
+/// [`draft_root`], published.
+pub fn put_root(layout: &Layout, id: &VolumeId, source: &Path, bytes: u64) -> Result<File> {
+    draft_root(layout, source, bytes)?.publish(layout, id)
 }

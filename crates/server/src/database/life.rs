@@ -28,8 +28,8 @@ const PROVISION_PAUSE: Duration = Duration::from_millis(500);
 const UP_DEADLINE: Duration = Duration::from_secs(300);
 const UP_PAUSE: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Of a source's memory, in bytes, for a clone. The source stands still while it is compared: for each GiB a fifth of a second.
-const MOST_COPIED: u64 = 4 << 30;
+/// Of a source's memory, for a clone. The source stands still while it is compared: for each GiB a fifth of a second.
+const MOST_COPIED_BYTES: u64 = 4 << 30;
 /// Between tries to start one again whose machine does not.
 const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
 /// Of what a command says: the guest is its tenant's.
@@ -144,8 +144,19 @@ impl Databases {
         if let Err(error) = self.sandboxes.delete_managed(&account, &sandbox).await {
             tracing::warn!(database = %entry.id(), %error, "the machine of a failed database is left over");
         }
+        self.forget_root_of(entry).await;
         entry.set_unless_deleted(DatabaseState::Failed, Some(error.message));
         self.write_down(entry).await;
+    }
+
+    /// Of a clone that was given up before its machine had it.
+    async fn forget_root_of(&self, entry: &Entry) {
+        let (id, account) = entry.look(|row| (row.id, row.account.clone()));
+        if let Ok(volume) = id.to_string().parse()
+            && let Err(error) = self.sandboxes.forget_root(&account, volume).await
+        {
+            tracing::warn!(database = %id, %error, "a disk is left over");
+        }
     }
 
     async fn try_to_make(
@@ -196,7 +207,12 @@ impl Databases {
         if is_made(self.sandboxes.state_of(&row.account, &own)) {
             return Ok(());
         }
+        let text = row.id.to_string();
+        let (snapshot, volume) =
+            (text.parse().map_err(Error::internal)?, text.parse().map_err(Error::internal)?);
+        // Of an attempt before, which may have gone another way.
         self.sandboxes.delete_managed(&row.account, &own).await?;
+        self.sandboxes.forget_root(&row.account, volume).await?;
         let source = self.find(&row.account, &source.to_string())?;
         let (account, sandbox) = source.sandbox();
         if matches!(
@@ -206,7 +222,7 @@ impl Databases {
             self.bring_up(&source).await?;
         }
         let takes_memory = row.size == source.look(|row| row.size)
-            && self.sandboxes.changed_memory_of(&account, &sandbox) <= MOST_COPIED;
+            && self.sandboxes.changed_memory_of(&account, &sandbox) <= MOST_COPIED_BYTES;
         let request = CreateSandbox {
             cpu: Some(row.cpu),
             memory_mb: Some(row.size.memory_mb()),
@@ -218,20 +234,17 @@ impl Databases {
         let turn = source.turn.lock().await;
         entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
         self.save(entry).await?;
-        let text = row.id.to_string();
         if !takes_memory {
-            let volume = text.parse().map_err(Error::internal)?;
             let root = self.sandboxes.root_of(&account, &sandbox, volume).await?;
             drop(turn);
             let beginning = DatabaseBeginning::Root(root);
             return self.sandboxes.create_managed(caller, row.id, request, beginning).await;
         }
-        let snapshot = text.parse().map_err(Error::internal)?;
-        let passing = self.sandboxes.passing_of(&account, &sandbox, snapshot).await?;
+        let instant = self.sandboxes.passing_instant_of(&account, &sandbox, snapshot).await?;
         drop(turn);
-        let beginning = passing.beginning();
+        let beginning = instant.beginning();
         let made = self.sandboxes.create_managed(caller, row.id, request, beginning).await;
-        self.sandboxes.end_passing(passing).await;
+        self.sandboxes.end_passing(instant).await;
         made
     }
 
@@ -391,12 +404,7 @@ impl Databases {
             tracing::error!(database = %id, %error, cause = error.causes(), "failed to remove a database's machine");
             sleep(LOOK_EVERY).await;
         }
-        // Of a clone that was given up.
-        if let Ok(volume) = id.to_string().parse()
-            && let Err(error) = self.sandboxes.forget_root(&account, volume).await
-        {
-            tracing::warn!(database = %id, %error, "a disk is left over");
-        }
+        self.forget_root_of(entry).await;
         while let Err(error) = self.leave_backups(&id).await {
             tracing::error!(database = %id, cause = error.causes(), "failed to write down whose backups are left");
             sleep(LOOK_EVERY).await;

@@ -101,17 +101,14 @@ impl Db {
         id.map(|id| id.parse().map_err(|_| unread("id"))).transpose()
     }
 
-    /// Whose, and of which tree.
-    pub(crate) async fn snapshots_of_trees(
-        &self,
-    ) -> Result<Vec<(SnapshotId, AccountId, String)>, Error> {
-        let rows: Vec<(String, String, String)> =
-            sqlx::query_as("SELECT id, account, tree FROM snapshots WHERE tree IS NOT NULL")
+    /// Fork trees that have a snapshot, and whose they are.
+    pub(crate) async fn trees(&self) -> Result<Vec<(AccountId, String)>, Error> {
+        let rows: Vec<(String, String)> =
+            sqlx::query_as("SELECT account, tree FROM snapshots WHERE tree IS NOT NULL")
                 .fetch_all(self.pool())
                 .await?;
-        let read = |(id, account, tree): (String, String, String)| {
-            let id = id.parse().map_err(|_| unread("id"))?;
-            Ok((id, account.parse().map_err(|_| unread("account"))?, tree))
+        let read = |(account, tree): (String, String)| {
+            Ok((account.parse().map_err(|_| unread("account"))?, tree))
         };
         rows.into_iter().map(read).collect()
     }

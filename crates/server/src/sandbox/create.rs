@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use api::{
-    CreateSandbox, DatabaseId, NetworkPolicy, Sandbox, SandboxId, SnapshotId, TemplateName,
-    UpdateNetwork, VolumeId, VolumeKind,
+    AccountId, CreateSandbox, DatabaseId, NetworkPolicy, Sandbox, SandboxId, SnapshotId,
+    TemplateName, UpdateNetwork, VolumeId, VolumeKind,
 };
 use machine::{Shape, network::Traffic};
 use store::template::Template;
@@ -310,7 +310,7 @@ impl Sandboxes {
         match self.create_draft(draft).await {
             // It may have been deleted since, and its files with it.
             Err(error) if error.code == api::ErrorCode::Internal => {
-                if let Some(id) = origin.from_snapshot {
+                if let (Some(_), Some(id)) = (&request.from_snapshot, origin.from_snapshot) {
                     self.saved_snapshot(account, &id).await?;
                 }
                 Err(error)
@@ -444,7 +444,10 @@ impl Sandboxes {
         };
         let fresh_root = match root {
             RootWish::Own => None,
-            RootWish::Volume => Some(self.fresh_root(&row)?),
+            RootWish::Volume => {
+                let (account, template) = (row.account.clone(), row.template.clone());
+                Some(self.root_row(VolumeId::random(), account, template, row.disk_mb)?)
+            }
             RootWish::Kept(volume) => {
                 attachments.push(AttachmentRow {
                     volume: volume.id,
@@ -490,17 +493,21 @@ impl Sandboxes {
 }
 
 impl Sandboxes {
-    /// The row of a root disk that is made with its machine.
-    fn fresh_root(&self, row: &SandboxRow) -> Result<VolumeRow, Error> {
-        let id = VolumeId::random();
+    pub(super) fn root_row(
+        &self,
+        id: VolumeId,
+        account: AccountId,
+        template: TemplateName,
+        disk_mb: u64,
+    ) -> Result<VolumeRow, Error> {
         Ok(VolumeRow {
             id,
-            account: row.account.clone(),
+            account,
             name: format!("root-{id}").parse().map_err(Error::internal)?,
             kind: VolumeKind::Root,
-            size_bytes: row.disk_mb << 20,
+            size_bytes: disk_mb << 20,
             created_at: self.clock.now_ms(),
-            template: Some(row.template.clone()),
+            template: Some(template),
         })
     }
 }

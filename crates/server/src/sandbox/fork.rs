@@ -18,7 +18,7 @@ use super::{
     Sandboxes,
     again::tree_of,
     create::{Draft, RootWish, check_metadata, ttl_of},
-    passing::Passing,
+    passing::PassingInstant,
     registry::Entry,
     saved::SavedMachine,
     snapshots::Purpose,
@@ -37,6 +37,7 @@ const PARENT: &str = "fork_parent_id";
 const EXPLORE_TTL: &str = "explore_ttl";
 
 /// Of what a fork makes.
+#[derive(Clone)]
 struct Ids {
     snapshot: SnapshotId,
     children: Vec<SandboxId>,
@@ -56,14 +57,14 @@ impl Ids {
 enum Beginning {
     /// For as long as there are children: of a tree.
     Kept(SnapshotRow, Arc<SavedMachine>),
-    Passing(Passing),
+    Passing(PassingInstant),
 }
 
 impl Beginning {
     fn parts(&self) -> (&SnapshotRow, &Arc<SavedMachine>) {
         match self {
             Self::Kept(row, saved) => (row, saved),
-            Self::Passing(passing) => (&passing.row, &passing.saved),
+            Self::Passing(instant) => (&instant.row, &instant.saved),
         }
     }
 }
@@ -135,7 +136,24 @@ impl Sandboxes {
         self.children_made_before(caller, &ids.snapshot, &ids.children).await
     }
 
+    /// Goes on to its end when whoever asked has gone: where the children begin is not left behind.
     async fn branch(
+        self: &Arc<Self>,
+        caller: &Caller,
+        parent: &Arc<Entry>,
+        ids: &Ids,
+        added: BTreeMap<String, String>,
+        tree: Option<String>,
+    ) -> Result<Vec<Sandbox>, Error> {
+        let (sandboxes, caller) = (Arc::clone(self), caller.clone());
+        let (parent, ids) = (Arc::clone(parent), ids.clone());
+        let task = self.tasks.spawn(async move {
+            sandboxes.branch_to_the_end(&caller, &parent, &ids, added, tree).await
+        });
+        task.await.map_err(Error::internal)?
+    }
+
+    async fn branch_to_the_end(
         self: &Arc<Self>,
         caller: &Caller,
         parent: &Arc<Entry>,
@@ -207,8 +225,8 @@ impl Sandboxes {
         fault::point!("fork.children_made");
         match beginning {
             // They hold what they need of it.
-            Beginning::Passing(passing) => self.end_passing(passing).await,
-            Beginning::Kept(row, _) if made.is_err() => self.remove_snapshot(&row.id).await?,
+            Beginning::Passing(instant) => self.end_passing(instant).await,
+            Beginning::Kept(row, _) if made.is_err() => self.end_beginning(&row.id).await,
             Beginning::Kept(..) => {}
         }
         if made.is_ok() {
@@ -224,11 +242,23 @@ impl Sandboxes {
         tree: Option<String>,
     ) -> Result<Beginning, Error> {
         let Some(tree) = tree else {
-            return Ok(Beginning::Passing(self.passing(parent, id).await?));
+            return Ok(Beginning::Passing(self.catch_passing(parent, id).await?));
         };
         let row = self.take_snapshot(parent, id, String::new(), Purpose::Tree(tree)).await?;
-        let (row, saved) = self.saved_snapshot(&row.account, &row.id).await?;
-        Ok(Beginning::Kept(row, saved))
+        match self.saved_snapshot(&row.account, &row.id).await {
+            Ok((row, saved)) => Ok(Beginning::Kept(row, saved)),
+            Err(error) => {
+                self.end_beginning(&row.id).await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Of a tree that has no children. The next start tries again.
+    async fn end_beginning(&self, id: &SnapshotId) {
+        if let Err(error) = self.remove_snapshot(id).await {
+            tracing::warn!(snapshot = %id, %error, cause = error.causes(), "failed to remove the snapshot of a fork that failed");
+        }
     }
 
     /// Side by side from one image. When one cannot be had, none is.
@@ -269,7 +299,7 @@ impl Sandboxes {
         let entry = self.registry.find(account, id)?;
         entry.accept(super::state::Wish::Change, self.clock.steady_ms())?;
         let own_tree = entry.look(|row| row.metadata.get(TREE).cloned());
-        let tree_id = request.tree_id.or(own_tree);
+        let tree_id = request.tree_id.or_else(|| own_tree.clone());
         let cleanup = request.cleanup_siblings.unwrap_or(false);
         if cleanup && tree_id.is_none() {
             return Err(Error::invalid(
@@ -282,6 +312,10 @@ impl Sandboxes {
             row.metadata.remove(EXPLORE_TTL);
         });
         self.save_row(&entry).await?;
+        if let Some(tree) = own_tree.as_ref().filter(|tree| self.of_tree(account, tree).is_empty())
+        {
+            self.end_tree(tree).await;
+        }
         if was_explored {
             // What only bounded the search does not end its result.
             let ttl_seconds = i64::try_from(self.default_ttl.as_secs()).ok();
@@ -325,11 +359,11 @@ impl Sandboxes {
         }
     }
 
-    /// Of servers that died before a child had its row.
+    /// Of servers that died before a child had its row. One that cannot be removed now is at the next start.
     pub(super) async fn end_trees_without_children(&self) -> Result<(), Error> {
-        for (id, account, tree) in self.db.snapshots_of_trees().await? {
+        for (account, tree) in self.db.trees().await? {
             if self.of_tree(&account, &tree).is_empty() {
-                self.db.delete_snapshot(&id).await?;
+                self.end_tree(&tree).await;
             }
         }
         Ok(())

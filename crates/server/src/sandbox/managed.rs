@@ -13,13 +13,13 @@ use tokio::net::TcpStream;
 use super::{
     Running, Sandboxes,
     create::{DatabaseBeginning, Made},
-    passing::Passing,
+    passing::PassingInstant,
     registry::{self, Entry, locked},
     state::{State, Target, Wish},
     transition::When,
     usage::InUse,
 };
-use crate::{Error, keys::Caller};
+use crate::{Error, blocking::blocking, keys::Caller};
 
 const MOST_DATABASES: usize = 16;
 
@@ -143,13 +143,13 @@ impl Sandboxes {
     ///
     /// # Errors
     /// As [`Sandboxes::snapshot`].
-    pub(crate) async fn passing_of(
+    pub(crate) async fn passing_instant_of(
         self: &Arc<Self>,
         account: &AccountId,
         id: &SandboxId,
         snapshot: SnapshotId,
-    ) -> Result<Passing, Error> {
-        self.passing(&self.registry.find(account, id)?, snapshot).await
+    ) -> Result<PassingInstant, Error> {
+        self.catch_passing(&self.registry.find(account, id)?, snapshot).await
     }
 
     /// How many bytes of its memory would have to be copied for an instant of it.
@@ -165,8 +165,12 @@ impl Sandboxes {
         volume: VolumeId,
     ) -> Result<(), Error> {
         match self.volumes.delete(account, &volume.to_string()).await {
-            Err(error) if error.code != ErrorCode::NotFound => Err(error),
-            Ok(()) | Err(_) => Ok(()),
+            // It may have its files and no row.
+            Err(error) if error.code == ErrorCode::NotFound => {
+                let layout = self.sites.layout.clone();
+                blocking(move || store::volume::remove(&layout, &volume)).await
+            }
+            deleted => deleted,
         }
     }
 

@@ -4,9 +4,9 @@
 
 use std::{path::PathBuf, sync::Arc};
 
-use api::{AccountId, SandboxId, SnapshotId, VolumeId, VolumeKind};
+use api::{AccountId, SandboxId, SnapshotId, VolumeId};
 use machine::{WriteBack, guest::Request};
-use store::saved_machine::SavedMachineDraft;
+use store::{saved_machine::SavedMachineDraft, volume::RootDraft};
 
 use super::{
     Sandboxes,
@@ -25,7 +25,7 @@ use crate::{
 };
 
 /// Memory and disk. To be ended by [`Sandboxes::end_passing`].
-pub(crate) struct Passing {
+pub(crate) struct PassingInstant {
     /// As it would be of a snapshot.
     pub(super) row: SnapshotRow,
     pub(super) saved: Arc<SavedMachine>,
@@ -33,7 +33,7 @@ pub(crate) struct Passing {
     _draft: SavedMachineDraft,
 }
 
-impl Passing {
+impl PassingInstant {
     pub(crate) fn beginning(&self) -> DatabaseBeginning {
         DatabaseBeginning::Instant(self.row.clone(), Arc::clone(&self.saved))
     }
@@ -44,11 +44,11 @@ impl Sandboxes {
     ///
     /// # Errors
     /// As [`Sandboxes::snapshot`].
-    pub(super) async fn passing(
+    pub(super) async fn catch_passing(
         self: &Arc<Self>,
         entry: &Arc<Entry>,
         id: SnapshotId,
-    ) -> Result<Passing, Error> {
+    ) -> Result<PassingInstant, Error> {
         let (sandboxes, entry) = (Arc::clone(self), Arc::clone(entry));
         let task = self.tasks.spawn(async move {
             let Caught { row, draft, manifest } =
@@ -56,23 +56,23 @@ impl Sandboxes {
             fault::point!("fork.caught", Error::internal);
             let stored = draft.unpublished(manifest).map_err(Error::internal)?;
             let saved = sandboxes.to_start_from(&id, &stored)?;
-            Ok(Passing { row, saved, _draft: draft })
+            Ok(PassingInstant { row, saved, _draft: draft })
         });
         task.await.map_err(Error::internal)?
     }
 
     /// What was started from it has all that it needs.
-    pub(crate) async fn end_passing(&self, passing: Passing) {
-        self.pool.forget(&passing.saved.key).await;
+    pub(crate) async fn end_passing(&self, instant: PassingInstant) {
+        self.pool.forget(&instant.saved.key).await;
         // A memory of gigabytes takes a moment to be given back.
-        let ended = tokio::task::spawn_blocking(move || drop(passing)).await;
+        let ended = tokio::task::spawn_blocking(move || drop(instant)).await;
         if let Err(error) = ended {
-            tracing::error!(%error, "failed to remove a passing snapshot");
+            tracing::error!(%error, "failed to remove a passing instant");
         }
     }
 
     /// The disk of a sandbox as it is now, as a volume to boot from, in place of one that an earlier attempt has left. The
-    /// sandbox goes on; what stands still is quiet for as long as a clone of its disk takes.
+    /// sandbox goes on, after it has stood still for as long as a clone of its disk takes.
     ///
     /// # Errors
     /// As [`Sandboxes::snapshot`].
@@ -83,71 +83,70 @@ impl Sandboxes {
         volume: VolumeId,
     ) -> Result<VolumeRow, Error> {
         let entry = self.registry.find(account, id)?;
-        self.forget_root(account, volume).await?;
         let sandboxes = Arc::clone(self);
         let task = self.tasks.spawn(async move {
             let in_use = entry.usage.begin();
             let turn = sandboxes.turn_for_snapshot(&entry).await?;
-            let layout = sandboxes.sites.layout.clone();
-            // Nothing is published under this name.
-            let passing = SnapshotId::random();
-            let draft = blocking(move || store::snapshot::draft(&layout, &passing)).await?;
-            let draft = sandboxes.catch_disk(&entry, draft).await?;
-            let (template, disk_mb) = entry.look(|row| (row.template.clone(), row.disk_mb));
+            let draft = sandboxes.catch_disk(&entry).await?;
             drop((turn, in_use));
-            let root = VolumeRow {
-                id: volume,
-                account: entry.look(|row| row.account.clone()),
-                name: format!("root-{volume}").parse().map_err(Error::internal)?,
-                kind: VolumeKind::Root,
-                size_bytes: disk_mb << 20,
-                created_at: sandboxes.clock.now_ms(),
-                template: Some(template),
-            };
-            let (layout, bytes) = (sandboxes.sites.layout.clone(), root.size_bytes);
-            blocking(move || {
-                store::volume::put_root(&layout, &volume, &draft.files().rootfs(), bytes)
-            })
-            .await?;
-            sandboxes.db.insert_volume(&root, &Plan::unlimited()).await?;
+            let (account, template, disk_mb) =
+                entry.look(|row| (row.account.clone(), row.template.clone(), row.disk_mb));
+            let root = sandboxes.root_row(volume, account, template, disk_mb)?;
+            let layout = sandboxes.sites.layout.clone();
+            blocking(move || draft.publish(&layout, &volume).map(drop)).await?;
+            if let Err(error) = sandboxes.db.insert_volume(&root, &Plan::unlimited()).await {
+                let layout = sandboxes.sites.layout.clone();
+                blocking(move || store::volume::remove(&layout, &volume)).await?;
+                return Err(error);
+            }
             Ok(root)
         });
         task.await.map_err(Error::internal)?
     }
 
-    async fn catch_disk(
-        &self,
-        entry: &Entry,
-        draft: SavedMachineDraft,
-    ) -> Result<SavedMachineDraft, Error> {
+    async fn catch_disk(&self, entry: &Entry) -> Result<RootDraft, Error> {
         self.admit_bytes(0)?;
-        let state = entry.look(|row| row.state);
-        let clone = |source: PathBuf, draft: SavedMachineDraft| {
-            blocking(move || draft.clone_rootfs(&source).map(|()| draft))
+        let (state, bytes) = entry.look(|row| (row.state, row.disk_mb << 20));
+        let clone = |source: PathBuf| {
+            let layout = self.sites.layout.clone();
+            blocking(move || store::volume::draft_root(&layout, &source, bytes))
         };
-        if state == State::Hibernated {
-            let files = self.files(entry);
-            let saved = blocking(move || files.hibernation()).await?;
-            let saved = saved.ok_or_else(|| Error::internal("a hibernated machine is missing"))?;
-            return clone(saved.files.rootfs(), draft).await;
-        }
-        let source = self.root(entry)?.path();
-        if state != State::Running {
+        match state {
+            State::Hibernated => {
+                let files = self.files(entry);
+                let saved = blocking(move || files.hibernation()).await?;
+                let saved =
+                    saved.ok_or_else(|| Error::internal("a hibernated machine is missing"))?;
+                clone(saved.files.rootfs()).await
+            }
             // Quiet since it stands still.
-            return clone(source, draft).await;
+            State::Paused => clone(self.root(entry)?.path()).await,
+            State::Running => {
+                let source = self.root(entry)?.path();
+                let inside = entry.inside().ok_or_else(registry::not_found)?;
+                let guest = entry.guest().ok_or_else(registry::not_found)?;
+                // Less is left to be written when its processes stand still. If it fails, so will that.
+                if let Err(error) = guest.call(Request::Sync, QUIESCE_DEADLINE).await {
+                    tracing::debug!(%error, "a guest has not flushed its disks");
+                }
+                inside.machine.flush_disks().await?;
+                let still = async {
+                    guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;
+                    // A quiet guest goes on by itself in the end.
+                    inside.machine.stop().await?;
+                    clone(source).await
+                };
+                let cloned = still.await;
+                let after = self.go_on(entry).await;
+                // The first that went wrong is the reason.
+                let draft = cloned?;
+                after?;
+                Ok(draft)
+            }
+            // Since its turn was asked for.
+            State::Creating | State::Stopped | State::Failed => {
+                Err(Error::busy("its machine has just ended; try again shortly", 2))
+            }
         }
-        let inside = entry.inside().ok_or_else(registry::not_found)?;
-        let guest = entry.guest().ok_or_else(registry::not_found)?;
-        // Less is left to be written when its processes stand still. If it fails, so will that.
-        if let Err(error) = guest.call(Request::Sync, QUIESCE_DEADLINE).await {
-            tracing::debug!(%error, "a guest has not flushed its disks");
-        }
-        inside.machine.flush_disks().await?;
-        let cloned = match guest.call(Request::Quiesce, QUIESCE_DEADLINE).await {
-            Ok(_) => clone(source, draft).await,
-            Err(error) => Err(error.into()),
-        };
-        self.go_on(entry).await?;
-        cloned
     }
 }

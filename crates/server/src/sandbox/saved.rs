@@ -1,4 +1,4 @@
-//! Machines at rest, from which others are started: a bake, a snapshot, a hibernated sandbox.
+//! Machines at rest, from which others are started: a bake, a snapshot, a hibernated sandbox, an instant that passes.
 
 use std::{
     fs::File,

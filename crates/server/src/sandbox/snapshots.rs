@@ -39,6 +39,7 @@ pub(super) enum Purpose {
 
 /// A sandbox at one instant, which nobody else knows of yet.
 pub(super) struct Caught {
+    /// Without a name, and of no tree.
     pub(super) row: SnapshotRow,
     pub(super) draft: SavedMachineDraft,
     pub(super) manifest: Manifest,
@@ -87,9 +88,8 @@ impl Sandboxes {
     ) -> Result<SnapshotRow, Error> {
         let (sandboxes, entry) = (Arc::clone(self), Arc::clone(entry));
         let task = self.tasks.spawn(async move {
-            let mut caught = sandboxes.catch(&entry, id, WriteBack::Now).await?;
-            caught.row.name = name;
-            sandboxes.publish(caught, purpose).await
+            let caught = sandboxes.catch(&entry, id, WriteBack::Now).await?;
+            sandboxes.publish(caught, name, purpose).await
         });
         task.await.map_err(Error::internal)?
     }
@@ -195,15 +195,18 @@ impl Sandboxes {
         Ok(Caught { row, draft, manifest })
     }
 
-    async fn publish(&self, caught: Caught, purpose: Purpose) -> Result<SnapshotRow, Error> {
-        let Caught { mut row, draft, manifest } = caught;
-        let plan = match purpose {
-            Purpose::Kept(plan) => Some(plan),
-            Purpose::Tree(tree) => {
-                row.tree = Some(tree);
-                None
-            }
+    async fn publish(
+        &self,
+        caught: Caught,
+        name: String,
+        purpose: Purpose,
+    ) -> Result<SnapshotRow, Error> {
+        let Caught { row, draft, manifest } = caught;
+        let (plan, tree) = match purpose {
+            Purpose::Kept(plan) => (Some(plan), None),
+            Purpose::Tree(tree) => (None, Some(tree)),
         };
+        let row = SnapshotRow { name, tree, ..row };
         fault::point!("snapshot.publishing", Error::internal);
         blocking(move || draft.publish(manifest)).await?;
         self.snapshot_sizes.forget_all();
