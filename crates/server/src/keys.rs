@@ -287,11 +287,7 @@ impl Known {
         // Taken before the rows: what is written meanwhile is read the next time.
         let read = Instant::now();
         let accounts = db.accounts().await?;
-        let plan_of = |account: &AccountId| {
-            let row = accounts.iter().find(|row| row.id == *account);
-            let name = row.and_then(|row| row.plan.as_deref());
-            plans.get(name).unwrap_or_else(|| Arc::new(Plan::unknown(name.unwrap_or_default())))
-        };
+        let plan_of = |account: &AccountId| plans.plan_of(account, &accounts);
         let mut keys: HashMap<[u8; 8], Vec<(Hash, KnownKey)>> = HashMap::new();
         for row in db.keys().await? {
             let Some(hash) = from_hexadecimal(&row.hash) else {

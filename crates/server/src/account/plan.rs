@@ -128,6 +128,12 @@ impl Plan {
         Ok(())
     }
 
+    /// How many bytes more its disks may have.
+    pub(crate) fn disk_left(&self, taken: &Amounts) -> u64 {
+        let limit = self.limits.total_gb.map_or(u64::MAX, |gb| gb.saturating_mul(GIB));
+        limit.saturating_sub(taken.disk_bytes)
+    }
+
     fn over(&self, what: &str) -> Error {
         Error::quota_exceeded(format!(
             "the plan `{}` allows {what}; delete something, ask for less, or have the account moved to another plan",

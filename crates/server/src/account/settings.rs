@@ -2,9 +2,11 @@
 
 use std::{collections::BTreeMap, fs, path::Path, sync::Arc};
 
+use api::AccountId;
 use serde::Deserialize;
 
 use super::{Limits, Plan};
+use crate::db::AccountRow;
 
 const UNLIMITED: &str = "unlimited";
 
@@ -107,6 +109,13 @@ impl Plans {
     /// `None` names the default.
     pub(crate) fn get(&self, name: Option<&str>) -> Option<Arc<Plan>> {
         name.map_or_else(|| Some(Arc::clone(&self.default)), |name| self.plans.get(name).cloned())
+    }
+
+    /// `accounts`: all there are. Of one whose plan the settings do not have, it allows nothing.
+    pub(crate) fn plan_of(&self, account: &AccountId, accounts: &[AccountRow]) -> Arc<Plan> {
+        let row = accounts.iter().find(|row| row.id == *account);
+        let name = row.and_then(|row| row.plan.as_deref());
+        self.get(name).unwrap_or_else(|| Arc::new(Plan::unknown(name.unwrap_or_default())))
     }
 
     /// For a message.

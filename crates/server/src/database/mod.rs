@@ -36,6 +36,7 @@ pub use self::{
 };
 use crate::{
     Error,
+    account::Plans,
     clock::Clock,
     db::{DatabaseRow, Db},
     keys::Caller,
@@ -79,6 +80,7 @@ pub struct Databases {
     clock: Clock,
     sandboxes: Arc<Sandboxes>,
     settings: DatabaseSettings,
+    plans: Arc<Plans>,
     /// In URLs, where databases have no names of their own.
     host: String,
     /// Where sandboxes come to.
@@ -243,6 +245,7 @@ impl Databases {
             clock,
             sandboxes,
             settings,
+            plans: Arc::clone(&config.plans),
             host,
             door,
             tls,

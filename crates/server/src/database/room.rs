@@ -6,10 +6,11 @@ use std::{
     time::Duration,
 };
 
+use api::AccountId;
 use tokio::time::{Instant, sleep};
 
 use super::{Databases, Entry};
-use crate::{Error, sandbox::State};
+use crate::{Error, account::Plan, sandbox::State};
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// From a first session to the first look: whoever waits for an answer has it by then.
@@ -110,22 +111,27 @@ impl Databases {
         let is_sure = self.sandboxes.disk_use_of(&account, &sandbox) < disk / 2;
         if short.is_none() && (refuses || !is_sure) {
             let room = self.room_in(entry).await?;
-            let largest = self.settings.largest_disk;
-            match need(room, disk, largest) {
-                Need::Nothing => {}
-                Need::Growth(bytes) => {
-                    if let Err(error) = self.grow(entry, bytes).await {
-                        if !is_short(room.free, RESERVE, refuses) {
-                            return Err(error);
-                        }
-                        short = Some(format!("its disk cannot grow: {}", error.message));
+            let is_short = is_short(room.free, RESERVE, refuses);
+            let limit = match need(room, disk, self.settings.largest_disk) {
+                Need::Nothing => None,
+                Need::Growth(wanted) => match wanted.min(self.allowed(&account, disk).await?) {
+                    bytes if bytes == disk && wanted > disk => {
+                        Some("the account's plan allows no larger disk".to_owned())
                     }
-                }
+                    bytes => match self.grow(entry, bytes).await {
+                        Ok(()) => None,
+                        Err(error) if is_short => {
+                            Some(format!("its disk cannot grow: {}", error.message))
+                        }
+                        Err(error) => return Err(error),
+                    },
+                },
                 Need::Limit => {
-                    short = is_short(room.free, RESERVE, refuses)
-                        .then(|| format!("its disk has reached its limit of {} MB", largest / MIB));
+                    let largest = self.settings.largest_disk / MIB;
+                    Some(format!("its disk has reached its limit of {largest} MB"))
                 }
-            }
+            };
+            short = limit.filter(|_| is_short);
             must_end |= is_spent(room.free, RESERVE);
         }
         if short.is_some() && must_end {
@@ -138,6 +144,16 @@ impl Databases {
         let refuses = reason.is_some();
         *entry.short_of.lock().unwrap_or_else(PoisonError::into_inner) = reason;
         Ok(refuses)
+    }
+
+    /// How large the plan lets a disk be that has so many bytes.
+    async fn allowed(&self, account: &AccountId, disk: u64) -> Result<u64, Error> {
+        let plan = self.plan_of(account).await?;
+        Ok(disk.saturating_add(plan.disk_left(&self.db.amounts(account).await?)))
+    }
+
+    async fn plan_of(&self, account: &AccountId) -> Result<Arc<Plan>, Error> {
+        Ok(self.plans.plan_of(account, &self.db.accounts().await?))
     }
 
     async fn refuse_writes(&self, entry: &Entry, refuse: bool) -> Result<(), Error> {
@@ -156,7 +172,8 @@ impl Databases {
     pub(super) async fn grow(&self, entry: &Entry, bytes: u64) -> Result<(), Error> {
         let (account, sandbox) = entry.sandbox();
         let begun = Instant::now();
-        self.sandboxes.grow_root(&account, &sandbox, bytes).await?;
+        let plan = self.plan_of(&account).await?;
+        self.sandboxes.grow_root(&account, &sandbox, bytes, &plan).await?;
         self.run_inside(entry, "resize2fs /dev/vda").await?;
         tracing::info!(database = %entry.id(), mb = bytes / MIB, seconds = begun.elapsed().as_secs_f64(), "its disk has grown");
         Ok(())

@@ -19,7 +19,7 @@ use super::{
     transition::When,
     usage::InUse,
 };
-use crate::{Error, blocking::blocking, keys::Caller};
+use crate::{Error, account::Plan, blocking::blocking, keys::Caller};
 
 const MOST_DATABASES: usize = 16;
 
@@ -110,12 +110,13 @@ impl Sandboxes {
     /// Its root disk has so many bytes then; its file system does not know yet. Idempotent.
     ///
     /// # Errors
-    /// 404 when it is gone, 409 when it does not run, 507 without room.
+    /// 404 when it is gone, 409 when it does not run, 507 without room; or the plan does not allow it.
     pub(crate) async fn grow_root(
         &self,
         account: &AccountId,
         id: &SandboxId,
         bytes: u64,
+        plan: &Plan,
     ) -> Result<(), Error> {
         let entry = self.registry.find(account, id)?;
         let _turn = entry.turn.lock().await;
@@ -124,7 +125,7 @@ impl Sandboxes {
         let (inside, volume) =
             (entry.inside().ok_or_else(gone)?, entry.root_volume().ok_or_else(gone)?);
         self.admit_bytes(0)?;
-        self.volumes.lengthen_root(account, volume, bytes).await?;
+        self.volumes.lengthen_root(account, volume, bytes, plan).await?;
         inside.machine.resize_root(bytes).await?;
         entry.change(|row| row.disk_mb = bytes >> 20);
         self.save_row(&entry).await

@@ -202,13 +202,13 @@ impl Volumes {
         Ok(())
     }
 
-    /// The disk of a sandbox that runs from it: as [`Volumes::lengthen`]. Counts for nothing of its account's: whoever
-    /// may have the sandbox may have what it grows to.
+    /// The disk of a sandbox that runs from it: as [`Volumes::lengthen`].
     pub(crate) async fn lengthen_root(
         &self,
         account: &AccountId,
         id: VolumeId,
         bytes: u64,
+        plan: &Plan,
     ) -> Result<(), Error> {
         let _turn = self.sizes.lock().await;
         let mut row = self.find(account, &id.to_string()).await?;
@@ -217,7 +217,7 @@ impl Volumes {
         }
         let layout = self.layout.clone();
         let grow = blocking(move || store::volume::grow(&layout, &id, bytes));
-        self.grow_with(&mut row, bytes, &Plan::unlimited(), grow).await
+        self.grow_with(&mut row, bytes, plan, grow).await
     }
 
     async fn check_growth(&self, row: &VolumeRow, bytes: u64) -> Result<(), Error> {
