@@ -26,6 +26,8 @@ const PROVISION_DEADLINE: Duration = Duration::from_secs(1200);
 const PROVISION_PAUSE: Duration = Duration::from_millis(500);
 /// From a running machine to PostgreSQL that takes connections, a recovery included.
 const UP_DEADLINE: Duration = Duration::from_secs(300);
+/// From a first failure to reach one that runs.
+const UP_AGAIN: Duration = Duration::from_secs(10);
 const UP_PAUSE: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Of a source's memory, for a clone. The source stands still while it is compared: for each GiB a fifth of a second.
@@ -257,6 +259,20 @@ impl Databases {
 
     /// Its machine runs and PostgreSQL takes connections when this returns, whatever was before. Idempotent.
     pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
+        let (account, sandbox) = entry.sandbox();
+        let until = Instant::now() + UP_AGAIN;
+        loop {
+            let state = self.sandboxes.state_of(&account, &sandbox);
+            let was_off = matches!(state, Some((State::Stopped | State::Failed, _)) | None);
+            match self.try_to_bring_up(entry).await {
+                // What ran may have ended just then: now it is known to be off, and is started.
+                Err(_) if !was_off && Instant::now() < until => sleep(UP_PAUSE).await,
+                done => return done,
+            }
+        }
+    }
+
+    async fn try_to_bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
         let _turn = entry.turn.lock().await;
         let (account, sandbox) = entry.sandbox();
         let _in_use = self.sandboxes.keep_running(&account, &sandbox).await?;
