@@ -35,7 +35,7 @@ enum Task {
     Soak,
     /// Try inputs that nobody thought of on what reads bytes from strangers
     Fuzz(fuzz::Options),
-    /// Build the program that tests/faults.rs starts
+    /// Build the program that tests/faults starts
     Failpoints,
     /// Measure what a sandbox costs beside what the technique alone costs
     Bench(bench::Options),

@@ -1,4 +1,4 @@
-//! Points at which the build for tests/faults.rs fails or dies. In every other build nothing is left of them.
+//! Points at which the build for tests/faults fails or dies. In every other build nothing is left of them.
 
 /// A step of an operation, named `OPERATION.STEP`. The program may be killed here. With a way from an [`std::io::Error`]
 /// to the function's own, it may also fail here: put such a point before what can fail, where the failure would be met.

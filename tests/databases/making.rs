@@ -1,0 +1,106 @@
+//! Databases that are made, listed and deleted, and those that cannot be.
+
+use std::sync::Arc;
+
+use api::{CreateDatabase, CreateSandbox, DatabaseStatus};
+use client::Method;
+use serde_json::{Value, json};
+use tests::{Answer, Host, Server, small, sql};
+
+use super::{any, made, refused};
+
+pub(super) async fn a_database_is_made_listed_apart_and_kept_with_its_sandbox(host: Host) {
+    let server = host.server().await;
+    let client = server.client();
+    let label = Some("notes".to_owned());
+    let request = CreateDatabase { label, ..CreateDatabase::default() };
+    let database = made(client, &request).await;
+    let connection = database.connection.clone().unwrap();
+    let id = database.id;
+    assert_eq!(client.database_connection(&id).await.unwrap(), connection);
+    assert_eq!(sql(&connection.connection_url, "SELECT 6 * 7").await, "42");
+    let version = sql(&connection.connection_url, "SHOW server_version_num").await;
+    assert!(version.starts_with("17"), "{version}");
+    let mut settings = String::new();
+    for name in ["fsync", "synchronous_commit", "data_checksums", "server_encoding"] {
+        settings += &sql(&connection.connection_url, &format!("SHOW {name}")).await;
+    }
+    assert_eq!(settings, "ononon UTF8".replace(' ', ""));
+    sql(&connection.connection_url, "CREATE EXTENSION vector").await;
+
+    let listed = client.databases().await.unwrap();
+    let mine = listed.iter().find(|other| other.id == id).unwrap();
+    assert_eq!((mine.label.as_str(), &mine.connection), ("notes", &None));
+    let text = server.get("/v1/databases").await.text();
+    assert!(!text.contains(&connection.password));
+    let path = format!("/v1/sandboxes/{}", id.sandbox());
+    for list in ["/v1/sandboxes", "/v1/machines"] {
+        assert!(!server.get(list).await.text().contains(&id.to_string()), "{list}");
+    }
+    for (method, path) in [
+        (Method::DELETE, path.clone()),
+        (Method::DELETE, format!("/v1/machines/{id}")),
+        (Method::PATCH, format!("{path}/lifecycle")),
+        (Method::POST, format!("/v1/databases/{id}/failover")),
+    ] {
+        let request = server.request(method, &path).json(&json!({"ttl_seconds": 1}));
+        assert_eq!(Answer::to(request).await.refusal(), (409, "conflict".to_owned()), "{path}");
+    }
+
+    // One key more, one password less.
+    let key = json!({"label": "reader", "scope": "read"});
+    let key = Answer::to(server.request(Method::POST, "/v1/me/tokens").json(&key)).await.json();
+    let reader = server.client_with(key["token"].as_str());
+    let seen = reader.database(&id).await.unwrap();
+    assert_eq!((seen.status, seen.connection), (DatabaseStatus::Running, None));
+    assert_eq!(reader.database_connection(&id).await.unwrap_err().status(), Some(403));
+
+    client.delete_database(&id).await.unwrap();
+    assert_eq!(client.database(&id).await.unwrap_err().status(), Some(404));
+    assert_eq!(server.get(&path).await.refusal(), (404, "not_found".to_owned()));
+    refused(&connection.connection_url).await;
+}
+
+pub(super) async fn a_database_that_cannot_be_is_refused(host: Host) {
+    let server = host.server().await;
+    let ask = async |body: Value| {
+        Answer::to(server.request(Method::POST, "/v1/databases").json(&body)).await.refusal()
+    };
+    for body in [
+        json!({"size": "2g"}),
+        json!({"memory_mb": 100_000}),
+        json!({"cpu": 0}),
+        json!({"idle_seconds": 0}),
+        json!({"label": "x".repeat(300)}),
+    ] {
+        assert_eq!(ask(body.clone()).await, (400, "invalid_request".to_owned()), "{body}");
+    }
+    for unknown in ["00000000-0000-4000-8000-000000000000", "not-an-id", "..%2f.."] {
+        for (method, route) in [
+            (Method::GET, ""),
+            (Method::DELETE, ""),
+            (Method::PATCH, ""),
+            (Method::GET, "/connection"),
+            (Method::POST, "/wake"),
+            (Method::POST, "/clone"),
+            (Method::POST, "/reset-credentials"),
+            (Method::POST, "/failover"),
+        ] {
+            let path = format!("/v1/databases/{unknown}{route}");
+            let answer = Answer::to(server.request(method, &path)).await;
+            assert_eq!(answer.refusal(), (404, "not_found".to_owned()), "{path}");
+        }
+    }
+    let request = CreateSandbox { databases: Some(vec!["not-an-id".to_owned()]), ..small() };
+    assert_eq!(server.client().create_sandbox(&request).await.unwrap_err().status(), Some(404));
+}
+
+pub(super) async fn fifty_databases_leave_nothing_over(host: Host) {
+    let server: Arc<Server> = host.server().await;
+    for _ in 0..50 {
+        let (id, connection) = any(server.client()).await;
+        assert_eq!(sql(&connection.connection_url, "SELECT 1").await, "1");
+        server.client().delete_database(&id).await.unwrap();
+    }
+    assert_eq!(server.client().databases().await.unwrap(), []);
+}

@@ -1,0 +1,58 @@
+//! Backups of databases.
+
+use std::{fs, time::Duration};
+
+use api::{CloneDatabase, CreateDatabase};
+use tests::{Host, clock_of, pause, sql, until};
+
+use super::{Victim, faults_of};
+
+pub(super) async fn a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup(
+    host: Host,
+) {
+    /// From the failure of one to the next.
+    const BACKED_UP: Duration = Duration::from_secs(200);
+    let _room = host.room(1).await;
+    let mut victim = Victim::alone().await;
+    let mut databases = Vec::new();
+    for (point, fault) in faults_of("backup") {
+        victim.arm(&point, fault).await;
+        let client = victim.server.client().clone();
+        // Its first backup follows when its clients have gone.
+        let request = CreateDatabase { idle_seconds: Some(6), ..CreateDatabase::default() };
+        let begun = client.create_database(&request).await.unwrap();
+        let made = client.database_ready(&begun.id, BACKED_UP).await.unwrap();
+        let url = made.connection.unwrap().connection_url;
+        sql(&url, "CREATE TABLE ledger AS SELECT 'before' AS entry").await;
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        until(&point, BACKED_UP, async || {
+            sql(&url, "SELECT 1").await;
+            pause(Duration::from_secs(4)).await;
+            let seen = client.database(&made.id).await.unwrap();
+            (seen.last_backup_at.is_some() && seen.backup_error.is_none()).then_some(())
+        })
+        .await;
+        let chains = victim.server.data().join("database-backups").join(made.id.to_string());
+        let bases = (fs::read_dir(chains).unwrap())
+            .flat_map(|chain| fs::read_dir(chain.unwrap().path()).unwrap())
+            .filter(|entry| {
+                entry.as_ref().unwrap().file_name().to_string_lossy().starts_with("base-")
+            });
+        assert_eq!(bases.count(), 1, "{point}: what was broken off is there still");
+        databases.push((point, made.id, url));
+    }
+    for (point, id, url) in &databases {
+        let target_time = Some(clock_of(url).await);
+        sql(url, "INSERT INTO ledger VALUES ('after')").await;
+        let client = victim.server.client();
+        let request = CloneDatabase { target_time, ..CloneDatabase::default() };
+        let begun = client.clone_database(id, &request).await.unwrap();
+        let then = client.database_ready(&begun.id, BACKED_UP).await.unwrap();
+        let then_url = then.connection.expect(point).connection_url;
+        assert_eq!(sql(&then_url, "SELECT entry FROM ledger").await, "before", "{point}");
+        client.delete_database(&then.id).await.unwrap();
+        client.delete_database(id).await.unwrap();
+    }
+    host.end(victim.server).await;
+}
