@@ -1,9 +1,9 @@
 //! Clones of databases.
 
-use api::{CloneDatabase, DatabaseSize};
-use tests::{Host, sql};
+use api::{CloneDatabase, DatabaseSize, DatabaseStatus};
+use tests::{Host, sql, until};
 
-use super::{MADE, any, refused};
+use super::{MADE, SOON, any, is_whole, refused};
 
 pub(super) async fn a_clone_is_its_own_and_its_source_goes_on(host: Host) {
     let server = host.server().await;
@@ -41,16 +41,58 @@ pub(super) async fn a_clone_may_have_another_size(host: Host) {
     let server = host.server().await;
     let client = server.client();
     let (id, source) = any(client).await;
-    sql(&source.connection_url, "CREATE TABLE kept (x int); INSERT INTO kept VALUES (7)").await;
+    let url = source.connection_url.as_str();
+    let filled =
+        "CREATE TABLE kept (x int PRIMARY KEY); INSERT INTO kept SELECT generate_series(1, 1000)";
+    sql(url, filled).await;
     let larger = CloneDatabase { size: Some(DatabaseSize::FourG), ..CloneDatabase::default() };
-    let begun = client.clone_database(&id, &larger).await.unwrap();
+    let cloning = async {
+        let begun = client.clone_database(&id, &larger).await.unwrap();
+        client.database_ready(&begun.id, MADE).await.unwrap()
+    };
+    let inserting = async {
+        for x in 1001..=1020 {
+            sql(url, &format!("INSERT INTO kept VALUES ({x})")).await;
+        }
+    };
+    let (made, ()) = tokio::join!(cloning, inserting);
+    assert_eq!((made.size, made.memory_mb, made.cpu), (DatabaseSize::FourG, 4096, 2), "{made:?}");
+    let clone = made.connection.unwrap();
+    let cloned = clone.connection_url.as_str();
+    // All that was acknowledged before, and of the rest what came first.
+    let of_an_instant = "SELECT count(*) >= 1000 AND count(*) = max(x) FROM kept";
+    assert_eq!(sql(cloned, of_an_instant).await, "t");
+    assert_eq!(sql(url, "SELECT count(*) FROM kept").await, "1020");
+    assert_eq!(sql(cloned, "SHOW max_connections").await, "500");
+    is_whole(client, &made.id).await;
+    let mut roots = Vec::new();
+    for id in [made.id, id] {
+        roots.extend(client.machine(&id.sandbox()).await.unwrap().root_volume_id);
+        client.delete_database(&id).await.unwrap();
+    }
+    let left = client.volumes().await.unwrap();
+    assert_eq!(roots.len(), 2);
+    assert!(left.iter().all(|volume| !roots.contains(&volume.id)), "{left:?}");
+}
+
+pub(super) async fn a_clone_of_a_database_at_rest_leaves_it_at_rest(host: Host) {
+    let server = host.server().await;
+    let client = server.client();
+    let (id, source) = any(client).await;
+    let url = source.connection_url.as_str();
+    sql(url, "CREATE TABLE kept (x int); INSERT INTO kept VALUES (7)").await;
+    client.hibernate(&id.sandbox()).await.unwrap();
+    until("it hibernates", SOON, async || {
+        (client.database(&id).await.unwrap().status == DatabaseStatus::Hibernated).then_some(())
+    })
+    .await;
+    let begun = client.clone_database(&id, &CloneDatabase::default()).await.unwrap();
     let made = client.database_ready(&begun.id, MADE).await.unwrap();
-    assert_eq!((made.size, made.memory_mb, made.cpu), (DatabaseSize::FourG, 4096, 2));
-    let url = made.connection.unwrap().connection_url;
-    assert_eq!(sql(&url, "SELECT x FROM kept").await, "7");
-    assert_eq!(sql(&url, "SHOW max_connections").await, "500");
+    let clone = made.connection.unwrap();
+    assert_eq!(sql(&clone.connection_url, "SELECT x FROM kept").await, "7");
+    assert_eq!(client.database(&id).await.unwrap().status, DatabaseStatus::Hibernated);
+    assert_eq!(sql(url, "SELECT x FROM kept").await, "7");
     for id in [made.id, id] {
         client.delete_database(&id).await.unwrap();
     }
-    assert!(client.volumes().await.unwrap().is_empty());
 }

@@ -12,7 +12,10 @@ use std::{process::Stdio, time::Duration};
 
 use api::{CreateDatabase, Database, DatabaseConnection, DatabaseId, DatabaseStatus};
 use client::Client;
-use clones::{a_clone_is_its_own_and_its_source_goes_on, a_clone_may_have_another_size};
+use clones::{
+    a_clone_is_its_own_and_its_source_goes_on, a_clone_may_have_another_size,
+    a_clone_of_a_database_at_rest_leaves_it_at_rest,
+};
 use growth::{
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
     a_gigabyte_is_copied_in_and_out,
@@ -42,11 +45,13 @@ suite! {
     an_unused_database_hibernates_and_a_connection_wakes_it,
     what_was_committed_survives_the_death_of_machine_and_server,
     a_clone_is_its_own_and_its_source_goes_on,
+    a_clone_may_have_another_size,
+    a_clone_of_a_database_at_rest_leaves_it_at_rest,
     a_database_is_reached_at_every_address_of_its_host,
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
     databases_with_names_share_one_port,
     a_database_that_cannot_be_is_refused;
-    soak: a_clone_may_have_another_size, twenty_deaths_lose_no_commit, fifty_databases_leave_nothing_over,
+    soak: twenty_deaths_lose_no_commit, fifty_databases_leave_nothing_over,
         a_gigabyte_is_copied_in_and_out,
 }
 
