@@ -18,7 +18,8 @@ use machine::guest::Unpack;
 use super::{
     body::{Id, Output, ok},
     compression::{self, Compression},
-    files::{broken_off, header, name_of, owner_in, path_in, to_look, user_in},
+    files::{broken_off, header, name_of, owner_in, path_in, user_in},
+    place::Place,
     query::Query,
     upload::Upload,
 };
@@ -41,23 +42,24 @@ pub(super) async fn unpack(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Output<Unpacked>, Error> {
+    let place = Place::new(app, caller, id);
     let mut upload = Upload::new(body);
     let outcome = async {
         let request = Unpack { path: path_in(&query)?, owner: owner_in(&query)? };
         let path = String::from_utf8_lossy(&request.path).into_owned();
-        let running = app.sandboxes.running(&caller.account, &id).await?;
+        let running = place.running().await?;
         let mut archive = compression::decompressed(&headers, &mut upload).await?;
         let (entries, bytes) = running.unpack(user_in(&query)?, request, &mut archive).await?;
         Ok::<_, Error>(Unpacked { path, entries, bytes })
     };
     match outcome.await {
         Ok(unpacked) => {
-            app.metrics.file_bytes_written.inc_by(unpacked.bytes);
+            place.app.metrics.file_bytes_written.inc_by(unpacked.bytes);
             Ok(ok(unpacked))
         }
         Err(error) => {
             upload.drain().await;
-            Err(app.sandboxes.explain(&caller.account, &id, error))
+            Err(place.explain(error))
         }
     }
 }
@@ -76,18 +78,20 @@ pub(super) async fn pack(
     Id(id): Id,
     query: Query,
 ) -> Result<Response, Error> {
+    let place = Place::new(app, caller, id);
     let path = path_in(&query)?;
     let format = Compression::of_format(query.text("format")?)?;
     let name: String = String::from_utf8_lossy(name_of(&path))
         .chars()
         .map(|c| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '_' })
         .collect();
-    let archive = to_look(&app, &caller, &id)
+    let archive = place
+        .to_look()
         .await?
         .pack(user_in(&query)?, path)
         .await
-        .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
-    let bytes = stream::try_unfold((app, archive), |(app, mut archive)| async move {
+        .map_err(|error| place.explain(error))?;
+    let bytes = stream::try_unfold((place.app, archive), |(app, mut archive)| async move {
         let Some(bytes) = archive.next().await.transpose()? else { return Ok::<_, Error>(None) };
         app.metrics.file_bytes_read.inc_by(bytes.len() as u64);
         Ok(Some((bytes, (app, archive))))

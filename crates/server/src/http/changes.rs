@@ -11,7 +11,8 @@ use serde_json::json;
 
 use super::{
     body::{Id, Input, Output, ok},
-    files::{exact, mode_of, owner_of, path_in, path_of, shown, to_look, user_in, user_of},
+    files::{exact, mode_of, owner_of, path_in, path_of, shown, user_in, user_of},
+    place::Place,
     query::Query,
     sse,
 };
@@ -21,7 +22,7 @@ use crate::{App, Error, keys::Caller, sandbox::FileWatch};
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/fs/move", tag = "files", params(("id" = String, Path,)), request_body = MoveFile,
     responses((status = 200, body = FileEntry), (status = 409, description = "Something is there, or it is another file system")))]
 pub(super) async fn move_to(
-    state: State<Arc<App>>,
+    State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
     Input(given): Input<MoveFile>,
@@ -30,14 +31,14 @@ pub(super) async fn move_to(
     let from = path_of("from", given.from, given.from_b64)?;
     let to = path_of("to", given.to, given.to_b64)?;
     let request = FilesRequest::Move { from, to, overwrite: given.overwrite };
-    change_to(state, caller, &id, user, request).await
+    change_to(Place::new(app, caller, id), user, request).await
 }
 
 /// Makes a directory; fine when it is there.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/fs/mkdir", tag = "files", params(("id" = String, Path,)),
     request_body = api::MakeDirectory, responses((status = 200, body = FileEntry)))]
 pub(super) async fn make_directory(
-    state: State<Arc<App>>,
+    State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
     Input(given): Input<api::MakeDirectory>,
@@ -49,7 +50,7 @@ pub(super) async fn make_directory(
         owner: owner_of(given.owner.as_deref())?,
         create_parents: given.create_parents.unwrap_or(true),
     });
-    change_to(state, caller, &id, user, request).await
+    change_to(Place::new(app, caller, id), user, request).await
 }
 
 /// Mode, owner and time. Links are followed.
@@ -57,7 +58,7 @@ pub(super) async fn make_directory(
     params(("id" = String, Path,), ("path" = String, Query, description = "Absolute; percent-encoded bytes")),
     request_body = ChangeFile, responses((status = 200, body = FileEntry)))]
 pub(super) async fn change(
-    state: State<Arc<App>>,
+    State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
     query: Query,
@@ -70,20 +71,16 @@ pub(super) async fn change(
         owner: owner_of(given.owner.as_deref())?,
         modified_ns: given.mtime.map(nanoseconds).transpose()?,
     });
-    change_to(state, caller, &id, user, request).await
+    change_to(Place::new(app, caller, id), user, request).await
 }
 
 async fn change_to(
-    State(app): State<Arc<App>>,
-    caller: Caller,
-    id: &api::SandboxId,
+    place: Place,
     user: Option<String>,
     request: FilesRequest,
 ) -> Result<Output<FileEntry>, Error> {
-    let changed =
-        app.sandboxes.running(&caller.account, id).await?.change_files(user, request).await;
-    let changed = changed.map_err(|error| app.sandboxes.explain(&caller.account, id, error))?;
-    Ok(ok(shown(&changed)))
+    let changed = place.running().await?.change_files(user, request).await;
+    Ok(ok(shown(&changed.map_err(|error| place.explain(error))?)))
 }
 
 fn nanoseconds(seconds: f64) -> Result<i64, Error> {
@@ -112,10 +109,10 @@ pub(super) async fn watch(
     Id(id): Id,
     query: Query,
 ) -> Result<Response, Error> {
+    let place = Place::new(app, caller, id);
     let (path, recursive) = (path_in(&query)?, query.flag("recursive", false)?);
-    let watch =
-        to_look(&app, &caller, &id).await?.watch_files(user_in(&query)?, path, recursive).await;
-    let watch = watch.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let watch = place.to_look().await?.watch_files(user_in(&query)?, path, recursive).await;
+    let watch = watch.map_err(|error| place.explain(error))?;
     Ok(sse::response(events(watch)))
 }
 

@@ -59,7 +59,7 @@ pub(super) async fn run(
     Kept(request, held): Kept<ExecRequest, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let may_keep_alive = request.timeout_seconds.is_none_or(|seconds| seconds > SHORT_TIMEOUT);
-    let place = Place { app, account: caller.account, sandbox: id };
+    let place = Place::new(app, caller, id);
     let mut result = Box::pin(async move {
         let result = run_to_end(place, request).await;
         drop(held);
@@ -121,7 +121,7 @@ fn kept_alive(
 }
 
 async fn run_to_end(place: Place, request: ExecRequest) -> Result<(ExecResult, Held), Error> {
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
+    let running = place.running().await?;
     // Refused now or never: once the command runs, what it prints is cut where there is no more memory for it.
     let mut held = place.app.buffers.hold(HELD_AT_FIRST)?;
     let mut watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
@@ -159,8 +159,8 @@ pub(super) async fn stream(
     Id(id): Id,
     Kept(request, held): Kept<ExecRequest, LONGEST_BODY>,
 ) -> Result<Response, Error> {
-    let place = Place { app, account: caller.account, sandbox: id };
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
+    let place = Place::new(app, caller, id);
+    let running = place.running().await?;
     let watch = running.start_exec(request).await.map_err(|error| place.explain(error))?;
     let mut response = sse::response(events(place, watch));
     // Standard input is given to the command bit by bit.

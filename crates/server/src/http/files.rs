@@ -5,7 +5,7 @@ use std::{
     time::{Duration, UNIX_EPOCH},
 };
 
-use api::{DirListing, FileEntry, FileKind, FileWritten, SandboxId, Scope};
+use api::{DirListing, FileEntry, FileKind, FileWritten};
 use axum::{
     body::Body,
     extract::State,
@@ -26,6 +26,7 @@ use machine::guest::{Entry, EntryKind, FileHead, FileRead, FileWrite, PathBytes}
 use super::{
     body::{Id, Output, ok},
     etag,
+    place::Place,
     query::Query,
     range,
     upload::Upload,
@@ -42,14 +43,6 @@ const LONGEST_WRITE: u64 = 32 << 20;
 const LONGEST_PATH: usize = 4096;
 const LONGEST_OWNER: usize = 128;
 const DEEPEST: u32 = 64;
-
-/// Reading is for both scopes; waking what hibernates is a change.
-pub(super) async fn to_look(app: &App, caller: &Caller, id: &SandboxId) -> Result<Running, Error> {
-    match caller.scope {
-        Scope::Full => app.sandboxes.running(&caller.account, id).await,
-        Scope::Read => app.sandboxes.running_already(&caller.account, id),
-    }
-}
 
 /// The file's bytes. `Range`, `If-Range` and `If-None-Match` work.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/fs", tag = "files",
@@ -72,11 +65,11 @@ pub(super) async fn read(
             .get(IF_RANGE)
             .and_then(|value| value.to_str().ok().map(str::to_owned)),
     };
-    let explain = |error| app.sandboxes.explain(&caller.account, &id, error);
+    let place = Place::new(app, caller, id);
     let user = rights_in(&query)?;
-    let running = to_look(&app, &caller, &id).await?;
-    match running.read_file(user, request).await.map_err(explain)? {
-        Read::Content(content) => content_response(app, content),
+    let read = place.to_look().await?.read_file(user, request).await;
+    match read.map_err(|error| place.explain(error))? {
+        Read::Content(content) => content_response(place.app, content),
         Read::NotModified(etag) => {
             Ok((StatusCode::NOT_MODIFIED, [(ETAG, header(&etag)?)]).into_response())
         }
@@ -129,23 +122,24 @@ pub(super) async fn write(
     headers: HeaderMap,
     body: Body,
 ) -> Result<Response, Error> {
+    let place = Place::new(app, caller, id);
     let mut upload = Upload::new(body);
     let outcome = async {
         let request = write_request(&query, &headers)?;
         let user = rights_in(&query)?;
         let path = String::from_utf8_lossy(&request.path).into_owned();
-        let running = app.sandboxes.running(&caller.account, &id).await?;
+        let running = place.running().await?;
         Ok::<_, Error>((path, write_content(&running, user, request, &mut upload).await?))
     };
     match outcome.await {
         Ok((path, written)) => {
-            app.metrics.file_bytes_written.inc_by(written.bytes);
+            place.app.metrics.file_bytes_written.inc_by(written.bytes);
             let etag = header(&written.etag)?;
             Ok(([(ETAG, etag)], ok(FileWritten { path, bytes: written.bytes })).into_response())
         }
         Err(error) => {
             upload.drain().await;
-            Err(app.sandboxes.explain(&caller.account, &id, error))
+            Err(place.explain(error))
         }
     }
 }
@@ -197,13 +191,10 @@ pub(super) async fn delete(
     Id(id): Id,
     query: Query,
 ) -> Result<StatusCode, Error> {
+    let place = Place::new(app, caller, id);
     let (user, path) = (rights_in(&query)?, path_in(&query)?);
-    app.sandboxes
-        .running(&caller.account, &id)
-        .await?
-        .delete_file(user, path)
-        .await
-        .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let deleted = place.running().await?.delete_file(user, path).await;
+    deleted.map_err(|error| place.explain(error))?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -220,6 +211,7 @@ pub(super) async fn list(
     Id(id): Id,
     query: Query,
 ) -> Result<Response, Error> {
+    let place = Place::new(app, caller, id);
     let (user, path) = (rights_in(&query)?, path_in(&query)?);
     let depth = query.number("depth")?.unwrap_or(1);
     if !(1..=DEEPEST).contains(&depth) {
@@ -227,11 +219,8 @@ pub(super) async fn list(
     }
     let shown_path =
         serde_json::to_string(&String::from_utf8_lossy(&path)).map_err(Error::internal)?;
-    let entries = to_look(&app, &caller, &id)
-        .await?
-        .list_directory(user, path, depth)
-        .await
-        .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let entries = place.to_look().await?.list_directory(user, path, depth).await;
+    let entries = entries.map_err(|error| place.explain(error))?;
     let opening = Bytes::from(format!("{{\"path\":{shown_path},\"entries\":["));
     let json = stream::try_unfold(Listing::Opening(opening, entries), Listing::next);
     Ok((
@@ -281,14 +270,10 @@ pub(super) async fn stat(
     Id(id): Id,
     query: Query,
 ) -> Result<Output<FileEntry>, Error> {
+    let place = Place::new(app, caller, id);
     let (user, path) = (rights_in(&query)?, path_in(&query)?);
-    Ok(ok(shown(
-        &to_look(&app, &caller, &id)
-            .await?
-            .stat_file(user, path)
-            .await
-            .map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?,
-    )))
+    let entry = place.to_look().await?.stat_file(user, path).await;
+    Ok(ok(shown(&entry.map_err(|error| place.explain(error))?)))
 }
 
 /// Whoever the key belongs to, nothing is done that this user could not do.

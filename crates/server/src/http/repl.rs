@@ -54,8 +54,8 @@ pub(super) async fn create(
     Id(id): Id,
     Input(request): Input<CreateCodeSession>,
 ) -> Result<Output<CodeSession>, Error> {
-    let place = Place { app, account: caller.account, sandbox: id };
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
+    let place = Place::new(app, caller, id);
+    let running = place.running().await?;
     let created = running.create_session(request).await;
     created
         .map(|session| Output(StatusCode::CREATED, session))
@@ -110,7 +110,7 @@ pub(super) async fn run(
     Kept(request, held): Kept<RunCode, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let may_keep_alive = request.timeout_ms.is_none_or(|limit| limit > SHORT_TIMEOUT_MS);
-    let place = Place { app, account: caller.account, sandbox: id };
+    let place = Place::new(app, caller, id);
     let mut result = Box::pin(async move {
         let result = run_to_end(place, &session, request, may_keep_alive).await;
         drop(held);
@@ -274,7 +274,7 @@ async fn run_to_end(
     may_wait: bool,
 ) -> Result<Ran, Error> {
     let began = tokio::time::Instant::now();
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
+    let running = place.running().await?;
     let held = place.app.buffers.hold(HELD_AT_FIRST)?;
     let mut watch = running.run_code(session, request).map_err(|error| place.explain(error))?;
     let mut cell = Cell {
@@ -328,8 +328,8 @@ pub(super) async fn stream(
     InMachine(id, session): InMachine,
     Kept(request, held): Kept<RunCode, LONGEST_BODY>,
 ) -> Result<Response, Error> {
-    let place = Place { app, account: caller.account, sandbox: id };
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
+    let place = Place::new(app, caller, id);
+    let running = place.running().await?;
     let sessions = running.sessions().await.map_err(|error| place.explain(error))?;
     if !sessions.iter().any(|found| found.id == session) {
         return Err(Error::not_found(

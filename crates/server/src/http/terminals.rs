@@ -92,14 +92,7 @@ pub(super) async fn ssh(
     upgrades: Upgrades,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Error> {
-    connect(
-        Place { app, account: caller.account, sandbox: id },
-        &query,
-        upgrades,
-        upgrade,
-        Route::Ssh,
-    )
-    .await
+    connect(Place::new(app, caller, id), &query, upgrades, upgrade, Route::Ssh).await
 }
 
 /// As `/ssh`, and a text message `{"exit": CODE}` comes before the end.
@@ -126,14 +119,7 @@ pub(super) async fn pty(
     upgrades: Upgrades,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Error> {
-    connect(
-        Place { app, account: caller.account, sandbox: id },
-        &query,
-        upgrades,
-        upgrade,
-        Route::Pty,
-    )
-    .await
+    connect(Place::new(app, caller, id), &query, upgrades, upgrade, Route::Pty).await
 }
 
 /// Those that are open, the oldest first, and for a minute those that have ended.
@@ -145,9 +131,8 @@ pub(super) async fn list(
     Id(id): Id,
 ) -> Result<Output<TerminalList>, Error> {
     let running = app.sandboxes.running_already(&caller.account, &id)?;
-    let terminals = running.terminals().await;
-    let terminals =
-        terminals.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let place = Place::new(app, caller, id);
+    let terminals = running.terminals().await.map_err(|error| place.explain(error))?;
     Ok(ok(TerminalList { terminals }))
 }
 
@@ -160,9 +145,9 @@ pub(super) async fn end(
     InMachine(id, terminal): InMachine,
 ) -> Result<StatusCode, Error> {
     let terminal = terminal_id(&terminal)?;
-    let running = app.sandboxes.running(&caller.account, &id).await?;
-    let ended = running.end_terminal(terminal).await;
-    ended.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let place = Place::new(app, caller, id);
+    let ended = place.running().await?.end_terminal(terminal).await;
+    ended.map_err(|error| place.explain(error))?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -181,7 +166,7 @@ async fn connect(
     })?;
     let (rows, columns) = (query.number("rows")?, query.number("cols")?);
     let attach = query.text("terminal")?.map(terminal_id).transpose()?;
-    let running = place.app.sandboxes.running(&place.account, &place.sandbox).await?;
+    let running = place.running().await?;
     let terminal = match attach {
         Some(terminal) => {
             let size = rows.zip(columns);

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use api::{ErrorCode, ExportFile, FileTransferred, ImportFile, SandboxId};
+use api::{ErrorCode, ExportFile, FileTransferred, ImportFile};
 use axum::{
     extract::State,
     response::{IntoResponse, Response},
@@ -16,6 +16,7 @@ use serde_json::{Map, Value, json};
 use super::{
     body::{Id, Input, ok},
     edge::Refusal,
+    place::Place,
 };
 use crate::{App, Error, keys::Caller};
 
@@ -39,7 +40,7 @@ pub(super) async fn import(
 ) -> Result<Response, Error> {
     app.sandboxes.get(&caller.account, &id)?;
     let transfer = import_of(&request)?;
-    run(&app, &caller, &id, request.path, transfer).await
+    run(Place::new(app, caller, id), request.path, transfer).await
 }
 
 /// Puts a file to an address, inside the sandbox and by its network, with its length in the head.
@@ -53,19 +54,12 @@ pub(super) async fn export(
 ) -> Result<Response, Error> {
     app.sandboxes.get(&caller.account, &id)?;
     let transfer = export_of(&request)?;
-    run(&app, &caller, &id, request.path, transfer).await
+    run(Place::new(app, caller, id), request.path, transfer).await
 }
 
-async fn run(
-    app: &App,
-    caller: &Caller,
-    id: &SandboxId,
-    path: String,
-    transfer: Transfer,
-) -> Result<Response, Error> {
-    let running = app.sandboxes.running(&caller.account, id).await?;
-    let explain = |error| app.sandboxes.explain(&caller.account, id, error);
-    match running.transfer(&transfer).await.map_err(explain)? {
+async fn run(place: Place, path: String, transfer: Transfer) -> Result<Response, Error> {
+    let outcome = place.running().await?.transfer(&transfer).await;
+    match outcome.map_err(|error| place.explain(error))? {
         Outcome::Done(Transferred { bytes, sha256, status: _, etag }) => {
             Ok(ok(FileTransferred { path, bytes, sha256, etag }).into_response())
         }

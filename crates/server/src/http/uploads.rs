@@ -25,7 +25,8 @@ use uuid::Uuid;
 
 use super::{
     body::{Id, InMachine, InUpload, Input, Output, ok},
-    files::{exact, header, mode_of, owner_of, path_of, to_look, user_of},
+    files::{exact, header, mode_of, owner_of, path_of, user_of},
+    place::Place,
     upload::Upload,
 };
 use crate::{App, Error, keys::Caller};
@@ -81,9 +82,9 @@ pub(super) async fn begin(
     // The same request with a key begins the same upload.
     let upload: Uuid = caller.ticket.map_or_else(Uuid::new_v4, |ticket| ticket.id(0));
     let request = UploadBegin { id: upload.to_string(), write, part_size };
-    let begun =
-        app.sandboxes.running(&caller.account, &id).await?.begin_upload(user, request).await;
-    let begun = begun.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let place = Place::new(app, caller, id);
+    let begun = place.running().await?.begin_upload(user, request).await;
+    let begun = begun.map_err(|error| place.explain(error))?;
     Ok(Output(StatusCode::CREATED, shown(begun)))
 }
 
@@ -95,8 +96,9 @@ pub(super) async fn list(
     caller: Caller,
     Id(id): Id,
 ) -> Result<Output<UploadList>, Error> {
-    let uploads = to_look(&app, &caller, &id).await?.uploads().await;
-    let uploads = uploads.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let place = Place::new(app, caller, id);
+    let uploads = place.to_look().await?.uploads().await;
+    let uploads = uploads.map_err(|error| place.explain(error))?;
     Ok(ok(UploadList { uploads: uploads.into_iter().map(shown).collect() }))
 }
 
@@ -108,8 +110,9 @@ pub(super) async fn get(
     caller: Caller,
     InMachine(id, upload): InMachine,
 ) -> Result<Output<api::Upload>, Error> {
-    let status = to_look(&app, &caller, &id).await?.upload(upload).await;
-    Ok(ok(shown(status.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?)))
+    let place = Place::new(app, caller, id);
+    let status = place.to_look().await?.upload(upload).await;
+    Ok(ok(shown(status.map_err(|error| place.explain(error))?)))
 }
 
 /// Writes a part, in any order. Sent again, it replaces what was there. With `Content-Digest: sha-256=:…:` (base64) or
@@ -125,6 +128,7 @@ pub(super) async fn write_part(
     headers: HeaderMap,
     body: Body,
 ) -> Result<StatusCode, Error> {
+    let place = Place::new(app, caller, id);
     let mut body = Checked { upload: Upload::new(body), digest: None, is_wrong: false };
     let outcome = async {
         let length = headers
@@ -132,7 +136,7 @@ pub(super) async fn write_part(
             .and_then(|value| value.to_str().ok()?.parse().ok())
             .ok_or_else(|| Error::invalid("a part needs a `Content-Length`"))?;
         body.digest = digest_in(&headers)?.map(|expected| (Sha256::new(), expected));
-        let running = app.sandboxes.running(&caller.account, &id).await?;
+        let running = place.running().await?;
         let written = running.write_part(upload, number, length, &mut body).await;
         if body.is_wrong {
             return Err(Error::invalid(
@@ -143,12 +147,12 @@ pub(super) async fn write_part(
     };
     match outcome.await {
         Ok(length) => {
-            app.metrics.file_bytes_written.inc_by(length);
+            place.app.metrics.file_bytes_written.inc_by(length);
             Ok(StatusCode::NO_CONTENT)
         }
         Err(error) => {
             body.upload.drain().await;
-            Err(app.sandboxes.explain(&caller.account, &id, error))
+            Err(place.explain(error))
         }
     }
 }
@@ -171,15 +175,14 @@ pub(super) async fn complete(
                 .ok_or_else(|| Error::invalid("`sha256` must be 64 hexadecimal digits"))
         })
         .transpose()?;
+    let place = Place::new(app, caller, id);
     let outcome = async {
-        let running = app.sandboxes.running(&caller.account, &id).await?;
+        let running = place.running().await?;
         let path = running.upload(upload.clone()).await?.path;
         let written = running.complete_upload(upload, given.size, sha256).await?;
         Ok::<_, Error>((path, written))
     };
-    let outcome = outcome.await;
-    let (path, written) =
-        outcome.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let (path, written) = outcome.await.map_err(|error| place.explain(error))?;
     let path = String::from_utf8_lossy(&path).into_owned();
     let etag = header(&written.etag)?;
     Ok(([(ETAG, etag)], ok(FileWritten { path, bytes: written.bytes })).into_response())
@@ -193,8 +196,9 @@ pub(super) async fn abort(
     caller: Caller,
     InMachine(id, upload): InMachine,
 ) -> Result<StatusCode, Error> {
-    let aborted = app.sandboxes.running(&caller.account, &id).await?.abort_upload(upload).await;
-    aborted.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let place = Place::new(app, caller, id);
+    let aborted = place.running().await?.abort_upload(upload).await;
+    aborted.map_err(|error| place.explain(error))?;
     Ok(StatusCode::NO_CONTENT)
 }
 
