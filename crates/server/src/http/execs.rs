@@ -1,25 +1,23 @@
 //! `/exec`: commands, answered at their end or as they print.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use api::{ErrorCode, ExecRequest, ExecResult};
 use axum::{
-    body::Body,
     extract::State,
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
-use http::{HeaderValue, header::CONTENT_TYPE};
 use machine::guest::{ExecState, ExecStatus};
 use serde_json::{Map, Value, json};
 
 use super::{
     body::{Id, Kept, ok},
     edge::Refusal,
+    keep_alive,
     place::Place,
     sse::{self, Characters},
-    stopping::Lasting,
 };
 use crate::{
     App, Error,
@@ -33,10 +31,7 @@ use crate::{
 const MOST_OUTPUT: usize = 16 << 20;
 /// A command, its environment and its standard input: 10 MB of that, however JSON escapes them.
 const LONGEST_BODY: usize = 64 << 20;
-/// The published clients wait 30 s for a byte. After so long they are given one, and then one in each interval…
-const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(15);
-const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// …unless the command's own limit comes first: it gets its status 504, which a kept-alive answer cannot have.
+/// An answer is kept alive unless the command's own limit comes first: it gets its status 504, which such an answer cannot have.
 const SHORT_TIMEOUT: f64 = 27.0;
 /// As bytes, and as JSON.
 const COPIES: u64 = 2;
@@ -60,18 +55,15 @@ pub(super) async fn run(
 ) -> Result<Response, Error> {
     let may_keep_alive = request.timeout_seconds.is_none_or(|seconds| seconds > SHORT_TIMEOUT);
     let place = Place::new(app, caller, id);
-    let mut result = Box::pin(async move {
+    let result = async move {
         let result = run_to_end(place, request).await;
         drop(held);
         result
-    });
+    };
     if !may_keep_alive {
         return result.await.map(answer);
     }
-    match tokio::time::timeout(KEEP_ALIVE_AFTER, &mut result).await {
-        Ok(result) => result.map(answer),
-        Err(_) => Ok(kept_alive(result)),
-    }
+    keep_alive::answered(result, answer, std::convert::identity).await
 }
 
 fn answer((result, held): (ExecResult, Held)) -> Response {
@@ -86,38 +78,6 @@ fn answer((result, held): (ExecResult, Held)) -> Response {
     };
     response.extensions_mut().insert(Arc::new(held));
     response
-}
-
-/// 200 now, the rest when it is there. Where there will be no result the answer breaks off: the client must not take
-/// anything else for one.
-fn kept_alive(
-    result: impl Future<Output = Result<(ExecResult, Held), Error>> + Send + Unpin + 'static,
-) -> Response {
-    /// What remains to be done.
-    enum Rest<T> {
-        Wait(T),
-        /// Until the result was taken.
-        Hold(#[expect(dead_code, reason = "held, not used")] Held),
-        Nothing,
-    }
-    let pieces = futures::stream::unfold(Rest::Wait(result), |rest| async move {
-        let Rest::Wait(mut result) = rest else { return None };
-        Some(match tokio::time::timeout(KEEP_ALIVE, &mut result).await {
-            Err(_) => (Ok(Bytes::from_static(b" ")), Rest::Wait(result)),
-            Ok(Ok((result, held))) => {
-                let json = serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal);
-                (json, Rest::Hold(held))
-            }
-            Ok(Err(error)) => {
-                tracing::warn!(%error, cause = error.causes(), "a command was lost after its answer had begun");
-                (Err(error), Rest::Nothing)
-            }
-        })
-    });
-    let first = futures::stream::iter([Ok(Bytes::from_static(b" "))]);
-    let headers = [(CONTENT_TYPE, HeaderValue::from_static("application/json"))];
-    let lasting = axum::Extension(Lasting::BreakOff);
-    (headers, lasting, Body::from_stream(first.chain(pieces))).into_response()
 }
 
 async fn run_to_end(place: Place, request: ExecRequest) -> Result<(ExecResult, Held), Error> {
@@ -311,41 +271,5 @@ mod tests {
         let mut beside = Collected::default();
         beside.push(&[b'e'; 200_000], 400_000, &mut held);
         assert!(beside.truncated);
-    }
-
-    fn ended() -> ExecResult {
-        ExecResult {
-            stdout: "é".to_owned(),
-            stderr: String::new(),
-            exit_code: 124,
-            duration_ms: 22_000,
-            truncated: false,
-            timed_out: true,
-            killed: None,
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn an_answer_that_takes_long_is_kept_alive_by_white_space() {
-        let result = Box::pin(async {
-            tokio::time::sleep(Duration::from_secs(22)).await;
-            Ok((ended(), Buffers::new(0).nothing()))
-        });
-        let response = kept_alive(result);
-        assert_eq!(response.status(), 200);
-        let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
-        let spaces = body.iter().take_while(|byte| **byte == b' ').count();
-        assert_eq!(spaces, 1 + 22 / 5);
-        let result: ExecResult = serde_json::from_slice(&body).unwrap();
-        assert_eq!((result.exit_code, result.timed_out), (124, true));
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn an_answer_without_a_result_breaks_off() {
-        let result = Box::pin(async {
-            tokio::time::sleep(Duration::from_secs(7)).await;
-            Err(machine::Error::Lost.into())
-        });
-        assert!(axum::body::to_bytes(kept_alive(result).into_body(), usize::MAX).await.is_err());
     }
 }

@@ -16,6 +16,7 @@ mod files;
 mod forks;
 mod held;
 mod idempotency;
+mod keep_alive;
 mod keys;
 mod logs;
 mod machine_execs;

@@ -4,31 +4,27 @@ use std::{sync::Arc, time::Duration};
 
 use api::{CodeOutput, CodeResult, CodeSession, CreateCodeSession, ErrorCode, RunCode};
 use axum::{
-    body::Body,
     extract::State,
     response::{IntoResponse, Response},
 };
 use bytes::Bytes;
 use futures::{Stream, StreamExt};
-use http::{HeaderValue, StatusCode, header::CONTENT_TYPE};
+use http::StatusCode;
 use machine::guest::{CellEnd, KernelEvent, kernel::KernelEnd};
 use serde_json::{Map, Value, json};
 
 use super::{
     body::{Id, InMachine, Input, Kept, Output, ok},
     edge::Refusal,
+    keep_alive,
     place::Place,
     sse::{self, Characters},
-    stopping::Lasting,
 };
 use crate::{App, Error, buffers::Held, keys::Caller, sandbox::CellWatch};
 
 /// Code of 3 MiB, however JSON escapes it.
 const LONGEST_BODY: usize = 20 << 20;
-/// As for commands: the published clients wait 30 s for a byte, and are given one in time…
-const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(15);
-const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// …unless the cell's own limit comes first: it gets its status 504.
+/// As for commands: an answer is kept alive unless the cell's own limit comes first, which gets its status 504.
 const SHORT_TIMEOUT_MS: u64 = 27_000;
 /// A cell that is interrupted has so long, as counted from its request, before the answer no longer waits for it.
 const INTERRUPTED_BY: Duration = Duration::from_millis(28_500);
@@ -111,18 +107,15 @@ pub(super) async fn run(
 ) -> Result<Response, Error> {
     let may_keep_alive = request.timeout_ms.is_none_or(|limit| limit > SHORT_TIMEOUT_MS);
     let place = Place::new(app, caller, id);
-    let mut result = Box::pin(async move {
+    let result = async move {
         let result = run_to_end(place, &session, request, may_keep_alive).await;
         drop(held);
         result
-    });
+    };
     if !may_keep_alive {
         return result.await.map(answer);
     }
-    match tokio::time::timeout(KEEP_ALIVE_AFTER, &mut result).await {
-        Ok(result) => result.map(answer),
-        Err(_) => Ok(kept_alive(result)),
-    }
+    keep_alive::answered(result, answer, late).await
 }
 
 /// A result, and the words to refuse with where it timed out.
@@ -150,49 +143,23 @@ fn answer(ran: Ran) -> Response {
     response
 }
 
-/// As [`super::execs`] does it. A timeout can only be told in the body here.
-fn kept_alive(
-    result: impl Future<Output = Result<Ran, Error>> + Send + Unpin + 'static,
-) -> Response {
-    /// What remains to be done.
-    enum Rest<T> {
-        Wait(T),
-        /// Until the result was taken.
-        Hold(#[expect(dead_code, reason = "held, not used")] Held),
-        Nothing,
+/// In the body of an answer that has begun a timeout has only its words.
+fn late(outcome: Result<Ran, Error>) -> Result<(CodeResult, Option<Held>), Error> {
+    match outcome {
+        Ok(Ran { mut result, timed_out, held }) => {
+            if let Some(words) = timed_out {
+                result.exit = TIMED_OUT_EXIT;
+                result.error = Some(words.to_owned());
+            }
+            Ok((result, Some(held)))
+        }
+        // A session that ends in the middle of a long cell: the cell has an error, and a place for it.
+        Err(error) if error.code == ErrorCode::Conflict => {
+            let error = Some(error.message);
+            Ok((CodeResult { exit: FAILED_EXIT, error, ..CodeResult::default() }, None))
+        }
+        Err(error) => Err(error),
     }
-    let pieces = futures::stream::unfold(Rest::Wait(result), |rest| async move {
-        let Rest::Wait(mut result) = rest else { return None };
-        Some(match tokio::time::timeout(KEEP_ALIVE, &mut result).await {
-            Err(_) => (Ok(Bytes::from_static(b" ")), Rest::Wait(result)),
-            Ok(Ok(Ran { mut result, timed_out, held })) => {
-                if let Some(words) = timed_out {
-                    result.exit = TIMED_OUT_EXIT;
-                    result.error = Some(words.to_owned());
-                }
-                let json = serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal);
-                (json, Rest::Hold(held))
-            }
-            // A session that ends in the middle of a long cell: the cell has an error, and a place for it.
-            Ok(Err(error)) if error.code == ErrorCode::Conflict => {
-                let result = CodeResult {
-                    exit: FAILED_EXIT,
-                    error: Some(error.message),
-                    ..CodeResult::default()
-                };
-                let json = serde_json::to_vec(&result).map(Bytes::from).map_err(Error::internal);
-                (json, Rest::Nothing)
-            }
-            Ok(Err(error)) => {
-                tracing::warn!(%error, cause = error.causes(), "a cell was lost after its answer had begun");
-                (Err(error), Rest::Nothing)
-            }
-        })
-    });
-    let first = futures::stream::iter([Ok(Bytes::from_static(b" "))]);
-    let headers = [(CONTENT_TYPE, HeaderValue::from_static("application/json"))];
-    let lasting = axum::Extension(Lasting::BreakOff);
-    (headers, lasting, Body::from_stream(first.chain(pieces))).into_response()
 }
 
 /// What a cell has said so far.
