@@ -5,16 +5,15 @@ use std::{
     collections::{HashMap, hash_map::Entry},
     io,
     net::IpAddr,
-    pin::Pin,
     sync::{Mutex, PoisonError},
-    task::Poll,
 };
 
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf},
+    io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
+use tokio_util::either::Either;
 
 const SSL_REQUEST: u32 = 80_877_103;
 const GSS_REQUEST: u32 = 80_877_104;
@@ -75,68 +74,62 @@ impl Drop for Stranger<'_> {
     }
 }
 
-/// A client, with or without TLS.
-#[derive(Debug)]
-pub(super) enum Client {
-    Plain(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
+/// A client, without or with TLS.
+pub(super) type Client = Either<TcpStream, Box<TlsStream<TcpStream>>>;
+
+/// Reads up to the greeting, and turns to TLS if the client asks for it.
+///
+/// # Errors
+/// The client went, or does not speak PostgreSQL's protocol.
+pub(super) async fn greeted(
+    stream: TcpStream,
+    tls: &TlsAcceptor,
+) -> io::Result<(Client, Greeting)> {
+    let mut first = [0];
+    let speaks_tls = stream.peek(&mut first).await? == 1 && first[0] == TLS_HANDSHAKE;
+    let mut client = if speaks_tls {
+        Either::Right(Box::new(tls.accept(stream).await?))
+    } else {
+        Either::Left(stream)
+    };
+    for _ in 0..MOST_REQUESTS {
+        let (code, message) = read(&mut client).await?;
+        match code {
+            SSL_REQUEST => {
+                client = match client {
+                    Either::Left(mut stream) => {
+                        stream.write_all(b"S").await?;
+                        Either::Right(Box::new(tls.accept(stream).await?))
+                    }
+                    Either::Right(_) => return Err(malformed("TLS within TLS")),
+                };
+            }
+            GSS_REQUEST => {
+                client.write_all(b"N").await?;
+                client.flush().await?;
+            }
+            CANCEL_REQUEST if message.len() <= LONGEST_CANCEL => {
+                return Ok((client, Greeting::Cancel(message)));
+            }
+            code if code >> 16 == 3 => return Ok((client, Greeting::Start(message))),
+            _ => return Err(malformed("an unknown version of the protocol")),
+        }
+    }
+    Err(malformed("requests without a start"))
 }
 
-impl Client {
-    /// Reads up to the greeting, and turns to TLS if the client asks for it.
-    ///
-    /// # Errors
-    /// The client went, or does not speak PostgreSQL's protocol.
-    pub(super) async fn greeted(
-        stream: TcpStream,
-        tls: &TlsAcceptor,
-    ) -> io::Result<(Self, Greeting)> {
-        let mut first = [0];
-        let speaks_tls = stream.peek(&mut first).await? == 1 && first[0] == TLS_HANDSHAKE;
-        let mut client = if speaks_tls {
-            Self::Tls(Box::new(tls.accept(stream).await?))
-        } else {
-            Self::Plain(stream)
-        };
-        for _ in 0..MOST_REQUESTS {
-            let (code, message) = read(&mut client).await?;
-            match code {
-                SSL_REQUEST => {
-                    client = match client {
-                        Self::Plain(mut stream) => {
-                            stream.write_all(b"S").await?;
-                            Self::Tls(Box::new(tls.accept(stream).await?))
-                        }
-                        Self::Tls(_) => return Err(malformed("TLS within TLS")),
-                    };
-                }
-                GSS_REQUEST => {
-                    client.write_all(b"N").await?;
-                    client.flush().await?;
-                }
-                CANCEL_REQUEST if message.len() <= LONGEST_CANCEL => {
-                    return Ok((client, Greeting::Cancel(message)));
-                }
-                code if code >> 16 == 3 => return Ok((client, Greeting::Start(message))),
-                _ => return Err(malformed("an unknown version of the protocol")),
-            }
-        }
-        Err(malformed("requests without a start"))
+/// The host that the client wants to reach, where its greeting of TLS says so (RFC 6066).
+pub(super) fn wanted_host(client: &Client) -> Option<&str> {
+    match client {
+        Either::Left(_) => None,
+        Either::Right(stream) => stream.get_ref().1.server_name(),
     }
+}
 
-    /// The host that the client wants to reach, where its greeting of TLS says so (RFC 6066).
-    pub(super) fn wanted_host(&self) -> Option<&str> {
-        match self {
-            Self::Plain(_) => None,
-            Self::Tls(stream) => stream.get_ref().1.server_name(),
-        }
-    }
-
-    /// As PostgreSQL itself would refuse it, and the end.
-    pub(super) async fn refuse(mut self, code: &str, message: &str) -> io::Result<()> {
-        self.write_all(&refusal(code, message)).await?;
-        self.shutdown().await
-    }
+/// As PostgreSQL itself would refuse it, and the end.
+pub(super) async fn refuse(mut client: Client, code: &str, message: &str) -> io::Result<()> {
+    client.write_all(&refusal(code, message)).await?;
+    client.shutdown().await
 }
 
 /// Length, code and the rest of a message without a type.
@@ -170,52 +163,6 @@ fn malformed(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.to_owned())
 }
 
-impl AsyncRead for Client {
-    fn poll_read(
-        self: Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_read(context, buffer),
-            Self::Tls(stream) => Pin::new(stream).poll_read(context, buffer),
-        }
-    }
-}
-
-impl AsyncWrite for Client {
-    fn poll_write(
-        self: Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_write(context, bytes),
-            Self::Tls(stream) => Pin::new(stream).poll_write(context, bytes),
-        }
-    }
-
-    fn poll_flush(
-        self: Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_flush(context),
-            Self::Tls(stream) => Pin::new(stream).poll_flush(context),
-        }
-    }
-
-    fn poll_shutdown(
-        self: Pin<&mut Self>,
-        context: &mut std::task::Context<'_>,
-    ) -> Poll<io::Result<()>> {
-        match self.get_mut() {
-            Self::Plain(stream) => Pin::new(stream).poll_shutdown(context),
-            Self::Tls(stream) => Pin::new(stream).poll_shutdown(context),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::net::{IpAddr, Ipv4Addr};
@@ -238,7 +185,7 @@ mod tests {
         client.write_all(&sent).await.unwrap();
         client.shutdown().await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let greeting = Client::greeted(stream, &tls.acceptor).await.map(|(_, greeting)| greeting);
+        let greeting = super::greeted(stream, &tls.acceptor).await.map(|(_, greeting)| greeting);
         let mut answer = Vec::new();
         let _ = client.read_to_end(&mut answer).await;
         (greeting, answer)

@@ -19,7 +19,7 @@ use tokio::{
 
 use super::{
     Databases, Entry,
-    greeting::{Client, Greeting},
+    greeting::{Client, Greeting, greeted, refuse},
 };
 use crate::{Error, sandbox::Visitor};
 
@@ -99,7 +99,8 @@ impl Databases {
     ) -> io::Result<()> {
         let (mut client, greeting) = self.greeted(stream, from.ip()).await?;
         if !self.admits(entry, from.ip()) {
-            return client.refuse(NOT_ALLOWED, "this sandbox's account has no such database").await;
+            return refuse(client, NOT_ALLOWED, "this sandbox's account has no such database")
+                .await;
         }
         match greeting {
             Greeting::Cancel(message) => {
@@ -119,7 +120,7 @@ impl Databases {
             return Err(io::Error::other("too many from its address are there without a greeting"));
         };
         keep_alive(&stream)?;
-        timeout(GREETING, Client::greeted(stream, &self.tls.acceptor)).await?
+        timeout(GREETING, greeted(stream, &self.tls.acceptor)).await?
     }
 
     pub(super) fn admits(&self, entry: &Entry, from: IpAddr) -> bool {
@@ -150,14 +151,14 @@ impl Databases {
     ) -> io::Result<()> {
         // Before anything is looked at, so that it does not go to sleep meanwhile.
         let Some(session) = entry.begin_session(from, MOST_SESSIONS) else {
-            return client.refuse(TOO_MANY, "too many connections to this database").await;
+            return refuse(client, TOO_MANY, "too many connections to this database").await;
         };
         let (_in_use, mut guest) = match self.reach(entry).await {
             Ok(reached) => reached,
             Err(error) => {
                 tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be reached");
                 let message = format!("the database cannot be reached now: {}", error.message);
-                return client.refuse(CANNOT_CONNECT_NOW, &message).await;
+                return refuse(client, CANNOT_CONNECT_NOW, &message).await;
             }
         };
         guest.set_nodelay(true)?;

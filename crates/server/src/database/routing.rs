@@ -16,7 +16,7 @@ use tokio::{
 
 use super::{
     Databases, Entry,
-    greeting::{Client, Greeting},
+    greeting::{Client, Greeting, refuse, wanted_host},
     proxy::{NOT_ALLOWED, PAUSE},
 };
 
@@ -107,20 +107,20 @@ impl Databases {
                 client.shutdown().await
             }
             (None, Greeting::Start(_)) => {
-                let message = match client.wanted_host() {
+                let message = match wanted_host(&client) {
                     Some(host) => format!("there is no database {host}"),
                     None => "databases are told apart by the host that a client names in its greeting of TLS: \
                              connect with sslmode=require and the host of the connection URL"
                         .to_owned(),
                 };
-                client.refuse(NOT_ALLOWED, &message).await
+                refuse(client, NOT_ALLOWED, &message).await
             }
         }
     }
 
     fn named(&self, client: &Client) -> Option<Arc<Entry>> {
         let suffix = self.settings.suffix.as_deref()?;
-        let host = client.wanted_host()?.to_ascii_lowercase();
+        let host = wanted_host(client)?.to_ascii_lowercase();
         let id = host.strip_suffix(suffix)?.strip_suffix('.')?.parse().ok()?;
         self.entries.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
     }
