@@ -13,6 +13,8 @@ use std::{
 use rustix::time::{ClockId, clock_gettime};
 use time::OffsetDateTime;
 
+use crate::whole_file::{Outlasts, write_whole};
+
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 /// The time of day is slewed all the time; only what is more than that is a jump.
 const JUMP_MS: i64 = 1000;
@@ -60,10 +62,9 @@ impl Clock {
             return Ok(Self::with_offset(offset));
         }
         let clock = Self::default();
-        // In one piece, or a server that is killed meanwhile would leave a number that is cut short.
-        let draft = path.with_extension("new");
-        fs::write(&draft, format!("{} {}\n", boot.trim(), clock.offset))?;
-        fs::rename(&draft, path)?;
+        // Of no use after this boot.
+        let text = format!("{} {}\n", boot.trim(), clock.offset);
+        write_whole(path, text, 0o644, Outlasts::Server)?;
         Ok(clock)
     }
 

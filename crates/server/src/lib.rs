@@ -25,6 +25,7 @@ pub mod sweep;
 pub mod template;
 mod ticket;
 pub mod volume;
+mod whole_file;
 
 pub use agent_binary::AGENT;
 pub use app::App;

@@ -6,7 +6,12 @@ use std::{
     time::Duration,
 };
 
-use crate::{Error, clock::Clock, db::Db};
+use crate::{
+    Error,
+    clock::Clock,
+    db::Db,
+    whole_file::{Outlasts, write_whole},
+};
 
 /// Use is told to the second.
 const BEAT: Duration = Duration::from_secs(1);
@@ -84,7 +89,7 @@ impl Alive {
         }
     }
 
-    /// By rename, for a server that is killed meanwhile. Not flushed: a host that dies loses a few seconds.
+    /// Not flushed each second: a host that dies loses a few.
     fn tell(&self, steady: i64) -> Result<(), Error> {
         let sign = Sign {
             boot: self.boot.clone(),
@@ -92,9 +97,7 @@ impl Alive {
             steady,
             time_of_day: self.clock.now_ms(),
         };
-        let draft = self.path.with_extension("new");
-        fs::write(&draft, sign.text()).map_err(Error::internal)?;
-        fs::rename(&draft, &self.path).map_err(Error::internal)
+        write_whole(&self.path, sign.text(), 0o644, Outlasts::Server).map_err(Error::internal)
     }
 }
 

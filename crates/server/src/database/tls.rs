@@ -1,10 +1,8 @@
 //! The certificate that clients of databases see: the operator's, or one that the server makes for itself once.
 
 use std::{
-    fs,
-    io::{self, Write},
+    fs, io,
     net::IpAddr,
-    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -17,7 +15,10 @@ use rustls::{
 };
 use tokio_rustls::TlsAcceptor;
 
-use crate::Error;
+use crate::{
+    Error,
+    whole_file::{Outlasts, write_whole},
+};
 
 /// PEM files: the chain, its own first, and the key.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -95,9 +96,9 @@ fn own(directory: &Path, host: &str, address: IpAddr) -> io::Result<CertificateF
     fs::create_dir_all(directory)?;
     let made = make(host, address).map_err(io::Error::other)?;
     // The names come last: without them it is made anew.
-    write(&files.key, made.signing_key.serialize_pem().as_bytes(), 0o600)?;
-    write(&files.certificate, made.cert.pem().as_bytes(), 0o644)?;
-    write(&names, wanted.as_bytes(), 0o644)?;
+    write_whole(&files.key, made.signing_key.serialize_pem(), 0o600, Outlasts::Host)?;
+    write_whole(&files.certificate, made.cert.pem(), 0o644, Outlasts::Host)?;
+    write_whole(&names, wanted, 0o644, Outlasts::Host)?;
     Ok(files)
 }
 
@@ -111,15 +112,6 @@ fn make(host: &str, address: IpAddr) -> Result<CertifiedKey<rcgen::KeyPair>, rcg
     let signing_key = rcgen::KeyPair::generate()?;
     let cert = parameters.self_signed(&signing_key)?;
     Ok(CertifiedKey { cert, signing_key })
-}
-
-fn write(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
-    let draft = path.with_extension("new");
-    let _ = fs::remove_file(&draft);
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(mode).open(&draft)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(draft, path)
 }
 
 #[cfg(test)]
