@@ -27,6 +27,7 @@ use tokio::{
     time::{Instant, MissedTickBehavior},
 };
 use tokio_tungstenite::tungstenite;
+use utoipa::IntoParams;
 
 use super::{
     body::{Id, InMachine, Output, ok},
@@ -66,20 +67,38 @@ enum Route {
     Pty,
 }
 
+/// What a query of either route may have.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Query)]
+#[expect(dead_code, reason = "described, not read: variables have names of their own")]
+struct TerminalParameters {
+    /// Default: 24
+    rows: Option<u16>,
+    /// Default: 80
+    cols: Option<u16>,
+    /// For `bash -c`. Default: the user's login shell
+    cmd: Option<String>,
+    /// `user` or `user:group`, by name or number. Default: root
+    user: Option<String>,
+    /// Default: the user's home
+    cwd: Option<String>,
+    /// A variable; as many as there are. `TERM` is xterm-256color by default
+    #[param(rename = "env.NAME")]
+    env: Option<String>,
+    /// Attach to this one instead of beginning another
+    terminal: Option<String>,
+    /// With `terminal`: the first byte of output that is wanted. Default: all that is remembered, the last 256 KiB
+    offset: Option<u64>,
+    /// The key, where no header can be sent
+    access_token: Option<String>,
+}
+
 /// A terminal. Binary messages are what is typed and what is shown; a text message `{"resize": {"rows", "cols"}}` changes its
 /// window, `{"signal": "INT"}` signals what is in the foreground, and `{"error": "…"}` comes where it ends otherwise than by
 /// itself. It goes on for a while when the connection is lost; a client that closes it (code 1000 or none) ends it.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/ssh", tag = "terminals", params(
     ("id" = String, Path,),
-    ("rows" = Option<u16>, Query, description = "Default: 24"),
-    ("cols" = Option<u16>, Query, description = "Default: 80"),
-    ("cmd" = Option<String>, Query, description = "For `bash -c`. Default: the user's login shell"),
-    ("user" = Option<String>, Query, description = "`user` or `user:group`, by name or number. Default: root"),
-    ("cwd" = Option<String>, Query, description = "Default: the user's home"),
-    ("env.NAME" = Option<String>, Query, description = "A variable; as many as there are. `TERM` is xterm-256color by default"),
-    ("terminal" = Option<String>, Query, description = "Attach to this one instead of beginning another"),
-    ("offset" = Option<u64>, Query, description = "With `terminal`: the first byte of output that is wanted. Default: all that is remembered, the last 256 KiB"),
-    ("access_token" = Option<String>, Query, description = "The key, where no header can be sent"),
+    TerminalParameters,
 ), responses((status = 101, description = "A WebSocket", headers(
     ("x-terminal-id" = String, description = "To attach to it again, as `terminal`"),
     ("x-terminal-offset" = u64, description = "The number of the first byte that comes"),
@@ -98,15 +117,7 @@ pub(super) async fn ssh(
 /// As `/ssh`, and a text message `{"exit": CODE}` comes before the end.
 #[utoipa::path(get, path = "/v1/sandboxes/{id}/exec/pty", tag = "terminals", params(
     ("id" = String, Path,),
-    ("rows" = Option<u16>, Query, description = "Default: 24"),
-    ("cols" = Option<u16>, Query, description = "Default: 80"),
-    ("cmd" = Option<String>, Query, description = "For `bash -c`. Default: the user's login shell"),
-    ("user" = Option<String>, Query, description = "`user` or `user:group`, by name or number. Default: root"),
-    ("cwd" = Option<String>, Query, description = "Default: the user's home"),
-    ("env.NAME" = Option<String>, Query, description = "A variable; as many as there are. `TERM` is xterm-256color by default"),
-    ("terminal" = Option<String>, Query, description = "Attach to this one instead of beginning another"),
-    ("offset" = Option<u64>, Query, description = "With `terminal`: the first byte of output that is wanted. Default: all that is remembered, the last 256 KiB"),
-    ("access_token" = Option<String>, Query, description = "The key, where no header can be sent"),
+    TerminalParameters,
 ), responses((status = 101, description = "A WebSocket", headers(
     ("x-terminal-id" = String, description = "To attach to it again, as `terminal`"),
     ("x-terminal-offset" = u64, description = "The number of the first byte that comes"),
