@@ -240,9 +240,7 @@ impl CellWatch {
             outcome => outcome,
         })
     }
-}
 
-impl CellWatch {
     /// Of a cell whose session ended with all its processes, before any of them could say a word.
     async fn why_ended(&self) -> Result<KernelEnd, Error> {
         let until = tokio::time::Instant::now() + KNOWN_AFTER;
