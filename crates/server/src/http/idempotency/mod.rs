@@ -36,7 +36,7 @@ const MOST_REMEMBERED: u64 = 100_000;
 
 /// Routes on which a command may have begun, or a file may have been moved, when no answer comes: what they were asked for is
 /// never done again. On all others a request that comes again finds what it has made, or changes nothing by being carried out twice.
-pub(super) const RUNNING: [&str; 9] = [
+pub(super) const UNREPEATABLE: [&str; 9] = [
     "/v1/sandboxes/{id}/exec",
     "/v1/sandboxes/{id}/exec/stream",
     "/v1/sandboxes/{id}/fs/export",
@@ -114,7 +114,7 @@ async fn answer_begun(
     let path = request.extensions().get::<MatchedPath>();
     let path = path.map_or("", MatchedPath::as_str);
     let (is_lost, runs) =
-        (RUNNING.contains(&path), RUNNING.contains(&path) || FOUND.contains(&path));
+        (UNREPEATABLE.contains(&path), UNREPEATABLE.contains(&path) || FOUND.contains(&path));
     let turn = Turn::take(&app, (caller.account.clone(), key), &fingerprint).await?;
     let now = app.clock.steady_ms();
     let (account, key) = &turn.place;
