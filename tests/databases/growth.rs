@@ -1,6 +1,6 @@
 //! Databases that fill their disk.
 
-use api::DatabaseId;
+use api::{CreateVolume, DatabaseId};
 use client::Client;
 use tests::{Host, Options, Server, command, psql, sql, until};
 use tokio::process::{Child, Command};
@@ -31,10 +31,28 @@ impl Filled {
         ended.stdout
     }
 
-    async fn refuses(&self) {
+    /// All but so much of its disk, which comes with some hundred megabytes in use.
+    async fn fill(&self, name: &str, left_mb: u64) {
+        self.inside(&format!(
+            "free=$(df --output=avail -B 1M / | tail -n 1); \
+             dd if=/dev/zero of=/var/lib/postgresql/{name} bs=1M count=$((free - {left_mb})) status=none"
+        ))
+        .await;
+    }
+
+    async fn disk_grows_beyond(&self, least_mb: u64) {
+        until("the disk has grown", SOON, async || {
+            let total = self.inside("df --output=size -B 1M / | tail -n 1").await;
+            (total.trim().parse::<u64>().unwrap() > least_mb).then_some(())
+        })
+        .await;
+    }
+
+    async fn refuses(&self, reason: &str) {
         until("writes are refused", SOON, async || {
             let database = self.client.database(&self.id).await.unwrap();
-            database.error.filter(|why| why.contains("writes are refused"))
+            let is_it = |why: &String| why.contains("writes are refused") && why.contains(reason);
+            database.error.filter(is_it)
         })
         .await;
         let output = psql(&self.url, "INSERT INTO kept VALUES (8)").await;
@@ -62,28 +80,43 @@ pub(super) async fn a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_a
     let environment = vec![("ATOLL_DATABASES_DISK_MB", "2560".to_owned())];
     let server = Server::start_with(Options { environment, ..Options::default() }).await;
     let filled = Filled::new(server.client()).await;
-    // Of 2 GiB, which come with some hundred megabytes in use.
-    let fill = |name: &str, left_mb: u64| {
-        format!(
-            "free=$(df --output=avail -B 1M / | tail -n 1); \
-             dd if=/dev/zero of=/var/lib/postgresql/{name} bs=1M count=$((free - {left_mb})) status=none"
-        )
-    };
-    filled.inside(&fill("filler", 400)).await;
-    until("the disk has grown", SOON, async || {
-        let total = filled.inside("df --output=size -B 1M / | tail -n 1").await;
-        (total.trim().parse::<u64>().unwrap() > 2300).then_some(())
-    })
-    .await;
+    filled.fill("filler", 400).await;
+    filled.disk_grows_beyond(2300).await;
     assert_eq!(sql(&filled.url, "INSERT INTO kept VALUES (8) RETURNING x").await, "8");
     sql(&filled.url, "DELETE FROM kept WHERE x = 8").await;
-    filled.inside(&fill("more", 150)).await;
-    filled.refuses().await;
+    filled.fill("more", 150).await;
+    filled.refuses("its limit of 2560 MB").await;
     // Whoever makes room may write for it.
     let own = "BEGIN READ WRITE; CREATE TABLE made (x int); DROP TABLE made; COMMIT";
     sql(&filled.url, own).await;
     filled.inside("rm /var/lib/postgresql/filler /var/lib/postgresql/more").await;
     filled.takes_writes_again().await;
+    host.end(server).await;
+}
+
+pub(super) async fn a_disk_grows_as_far_as_the_plan_allows(host: Host) {
+    let directory = tempfile::tempdir().unwrap();
+    let settings = directory.path().join("settings.toml");
+    std::fs::write(&settings, "default_plan = \"three\"\n[plans.three]\ntotal_gb = 3\n").unwrap();
+    let environment = vec![("ATOLL_SETTINGS", settings.display().to_string())];
+    let server = Server::start_with(Options { environment, ..Options::default() }).await;
+    let client = server.client();
+    let filled = Filled::new(client).await;
+    let volume = CreateVolume {
+        name: "beside".parse().unwrap(),
+        size_mb: Some(768),
+        size_gb: None,
+        from_volume: None,
+    };
+    client.create_volume(&volume).await.unwrap();
+    // From 2048 MiB to what the volume leaves.
+    filled.fill("filler", 400).await;
+    filled.disk_grows_beyond(2150).await;
+    filled.fill("more", 150).await;
+    filled.refuses("plan").await;
+    client.delete_volume(&volume.name).await.unwrap();
+    filled.takes_writes_again().await;
+    filled.disk_grows_beyond(2800).await;
     host.end(server).await;
 }
 

@@ -18,7 +18,7 @@ use clones::{
 };
 use growth::{
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
-    a_gigabyte_is_copied_in_and_out,
+    a_disk_grows_as_far_as_the_plan_allows, a_gigabyte_is_copied_in_and_out,
 };
 use making::{
     a_database_is_made_listed_apart_and_kept_with_its_sandbox,
@@ -49,6 +49,7 @@ suite! {
     a_clone_of_a_database_at_rest_leaves_it_at_rest,
     a_database_is_reached_at_every_address_of_its_host,
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
+    a_disk_grows_as_far_as_the_plan_allows,
     databases_with_names_share_one_port,
     a_database_that_cannot_be_is_refused;
     soak: twenty_deaths_lose_no_commit, fifty_databases_leave_nothing_over,

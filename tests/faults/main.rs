@@ -5,9 +5,9 @@
 //! that its operation does not come by fails the claim.
 #![expect(clippy::unwrap_used, reason = "a claim that does not hold panics")]
 
-mod backups;
 mod commands;
 mod creates;
+mod databases;
 mod machines;
 mod removal;
 mod rest;
@@ -24,7 +24,6 @@ use std::{
 };
 
 use api::{SandboxId, SandboxStatus};
-use backups::a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup;
 use client::{SandboxFilter, WriteOptions};
 use commands::{
     a_command_runs_at_most_once_whatever_is_killed_or_fails,
@@ -35,6 +34,10 @@ use commands::{
 use creates::{
     a_create_that_fails_anywhere_leaves_nothing, a_create_that_is_killed_anywhere_leaves_nothing,
     what_is_asked_for_with_a_key_is_made_once_whatever_is_killed_or_fails,
+};
+use databases::{
+    a_clone_of_a_database_is_made_whatever_is_killed_or_fails,
+    a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup,
 };
 use machines::{
     a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops_and_starts,
@@ -76,6 +79,7 @@ suite! {
     a_start_comes_to_its_end_whatever_was_killed_or_failed,
     a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails,
     a_fork_leaves_nothing_but_children_whatever_is_killed_or_fails,
+    a_clone_of_a_database_is_made_whatever_is_killed_or_fails,
     a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back,
     a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts,
     a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,

@@ -1,11 +1,50 @@
-//! Backups of databases.
+//! Clones and backups of databases.
 
 use std::{fs, time::Duration};
 
 use api::{CloneDatabase, CreateDatabase};
 use tests::{Host, clock_of, pause, sql, until};
 
-use super::{Victim, faults_of};
+use super::{Fault, Victim, faults_of};
+
+pub(super) async fn a_clone_of_a_database_is_made_whatever_is_killed_or_fails(host: Host) {
+    const MADE: Duration = Duration::from_secs(280);
+    let _room = host.room(2).await;
+    let mut victim = Victim::alone().await;
+    let client = victim.server.client();
+    let begun = client.create_database(&CreateDatabase::default()).await.unwrap();
+    let source = client.database_ready(&begun.id, MADE).await.unwrap();
+    let url = source.connection.unwrap().connection_url;
+    sql(&url, "CREATE TABLE kept AS SELECT 7 AS x").await;
+    let faults = [
+        ("fork.caught", Fault::Error),
+        ("fork.caught", Fault::Kill),
+        ("create.row_inserting", Fault::Error),
+        ("create.row_inserted", Fault::Kill),
+        ("machine.disk_publishing", Fault::Error),
+        ("machine.disk_published", Fault::Kill),
+    ];
+    for (point, fault) in faults {
+        victim.arm(point, fault).await;
+        let client = victim.server.client().clone();
+        let begun = client.clone_database(&source.id, &CloneDatabase::default()).await.unwrap();
+        victim.is_over(point, fault).await;
+        let client = victim.server.client();
+        let made = client.database_ready(&begun.id, MADE).await.unwrap();
+        let cloned = made.connection.expect(point).connection_url;
+        assert_eq!(sql(&cloned, "SELECT x FROM kept").await, "7", "{point}");
+        assert_eq!(sql(&url, "SELECT x FROM kept").await, "7", "{point}");
+        client.delete_database(&made.id).await.unwrap();
+        let data = victim.server.data();
+        let count = |directory: &str| fs::read_dir(data.join(directory)).unwrap().count();
+        until(point, MADE, async || {
+            (client.volumes().await.unwrap().len() == 1 && count("volumes") == 1).then_some(())
+        })
+        .await;
+        assert_eq!(count("snapshots"), 0, "{point}");
+    }
+    host.end(victim.server).await;
+}
 
 pub(super) async fn a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup(
     host: Host,
