@@ -8,6 +8,8 @@ use crate::{server::pool, wait};
 const PROGRAMS: &[&str] = &["atoll", "atoll-agent", "postgres", "qemu-system-x86"];
 /// Below the pool: what stays on purpose.
 const KEPT: &[&str] = &["cache"];
+/// Below `/run`: the claims of instance numbers, which the next start of a server sweeps, and the set-up's lock.
+const KEPT_IN_RUN: &[&str] = &["atoll", "atoll-setup.lock"];
 
 #[derive(Debug)]
 pub(crate) struct Inventory(BTreeSet<String>);
@@ -25,6 +27,10 @@ impl Inventory {
         add("loop device", loop_devices());
         add("nftables", nftables());
         add("cgroup", cgroups());
+        let run = names_in(Path::new("/run")).into_iter();
+        let ours =
+            run.filter(|name| name.starts_with("atoll") && !KEPT_IN_RUN.contains(&name.as_str()));
+        add("run-time file", ours.collect());
         let pool = pool();
         add(
             "file",
