@@ -72,6 +72,14 @@ const LOOK: &str = "SELECT pg_current_wal_flush_lsn()::text, pg_current_snapshot
      floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint, s.restart_lsn::text, s.wal_status \
      FROM (VALUES (1)) one LEFT JOIN pg_replication_slots s ON s.slot_name = 'atoll'";
 
+/// What whoever has the turn to read the log reads it with.
+pub(super) struct Turn<'a> {
+    pub(super) entry: &'a Entry,
+    pub(super) store: &'a BackupStore,
+    pub(super) admin: Admin,
+    pub(super) chain: ChainRow,
+}
+
 /// What the loop remembers of one database between two looks.
 struct Attention {
     /// Something may not be in the store yet.
@@ -184,21 +192,23 @@ impl Databases {
             None => self.session_for_backups(entry).await?,
         };
         let look = Look::at(&admin).await?;
-        let mut chain = self.chain(entry, &admin, &look).await?;
-        self.fetch(entry, store, &admin, &mut chain, look.flushed).await?;
-        let has_base = entry.archive.known().bases.iter().any(|base| base.chain == chain.chain);
+        let chain = self.chain(entry, &admin, &look).await?;
+        let mut turn = Turn { entry, store, admin, chain };
+        self.fetch(&mut turn, look.flushed).await?;
+        let has_base =
+            entry.archive.known().bases.iter().any(|base| base.chain == turn.chain.chain);
         // It would lead to no time before itself.
         let wants_base = urge != Urge::Always && (is_base_due || !has_base);
         // Others may be made for long: the log goes on meanwhile.
         if wants_base && let Ok(permit) = self.backups.bases.try_acquire() {
-            self.make_base(entry, store, &admin, &mut chain).await?;
+            self.make_base(&mut turn).await?;
             drop(permit);
             self.remove_outdated(entry, store).await?;
-            *session = Some(admin);
+            *session = Some(turn.admin);
             return Ok(Archived::All);
         }
-        let has_new = chain.transactions.as_deref() != Some(look.transactions.as_str());
-        let waits_since = chain.archived_until.unwrap_or_default();
+        let has_new = turn.chain.transactions.as_deref() != Some(look.transactions.as_str());
+        let waits_since = turn.chain.archived_until.unwrap_or_default();
         let patience = self.backups.settings.archive_after;
         let is_time = match urge {
             Urge::Later => has_new && i128::from(look.now - waits_since) >= millis(patience),
@@ -206,9 +216,9 @@ impl Databases {
             Urge::Always => true,
         };
         if is_time {
-            self.mark(entry, store, &admin, &mut chain).await?;
+            self.mark(&mut turn).await?;
         }
-        *session = Some(admin);
+        *session = Some(turn.admin);
         Ok(archived(wants_base, has_new && !is_time))
     }
 
@@ -278,26 +288,14 @@ impl Databases {
     }
 
     /// All that is complete now.
-    pub(super) async fn fetch_complete(
-        &self,
-        entry: &Entry,
-        store: &BackupStore,
-        admin: &Admin,
-        chain: &mut ChainRow,
-    ) -> Result<(), Error> {
-        let look = Look::at(admin).await?;
-        self.fetch(entry, store, admin, chain, look.flushed).await
+    pub(super) async fn fetch_complete(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
+        let look = Look::at(&turn.admin).await?;
+        self.fetch(turn, look.flushed).await
     }
 
     /// All that is complete before that position.
-    async fn fetch(
-        &self,
-        entry: &Entry,
-        store: &BackupStore,
-        admin: &Admin,
-        chain: &mut ChainRow,
-        until: Lsn,
-    ) -> Result<(), Error> {
+    async fn fetch(&self, turn: &mut Turn<'_>, until: Lsn) -> Result<(), Error> {
+        let Turn { entry, store, admin, chain } = turn;
         let id = entry.id();
         for segment in chain.next_segment..until.segment() {
             let path = format!("pg_wal/{}", wal::file_name(chain.timeline, segment));
@@ -340,21 +338,15 @@ impl Databases {
 
     /// Ends the segment that is being written, behind a transaction that is later than everything before it: a recovery to
     /// a time ends at the first transaction after it, and fails where there is none.
-    pub(super) async fn mark(
-        &self,
-        entry: &Entry,
-        store: &BackupStore,
-        admin: &Admin,
-        chain: &mut ChainRow,
-    ) -> Result<(), Error> {
-        let before = Look::at(admin).await?;
-        admin.run("SELECT pg_current_xact_id()").await?;
-        let after = Look::at(admin).await?;
-        admin.run("SELECT pg_switch_wal()").await?;
-        self.fetch_complete(entry, store, admin, chain).await?;
-        chain.archived_until = Some(before.now - 1);
-        chain.transactions = Some(after.transactions);
-        self.keep_chain(entry, chain).await
+    pub(super) async fn mark(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
+        let before = Look::at(&turn.admin).await?;
+        turn.admin.run("SELECT pg_current_xact_id()").await?;
+        let after = Look::at(&turn.admin).await?;
+        turn.admin.run("SELECT pg_switch_wal()").await?;
+        self.fetch_complete(turn).await?;
+        turn.chain.archived_until = Some(before.now - 1);
+        turn.chain.transactions = Some(after.transactions);
+        self.keep_chain(turn.entry, &turn.chain).await
     }
 }
 

@@ -1,6 +1,6 @@
 //! Base backups: made, and removed when no time that is kept needs them any longer.
 
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 
 use bytes::Bytes;
 use serde::Serialize;
@@ -8,9 +8,9 @@ use time::OffsetDateTime;
 use tokio::time::{Instant, timeout};
 
 use super::{
-    super::{Databases, Entry, admin::Admin},
+    super::{Databases, Entry},
     BASE_PREFIX,
-    archive::pause,
+    archive::{Turn, pause},
     base_name,
     basebackup::{BaseBackup, Piece},
     log_name, plan,
@@ -46,23 +46,18 @@ struct Label<'a> {
 
 impl Databases {
     /// With the log that belongs to it: when this returns it is of use.
-    pub(super) async fn make_base(
-        self: &Arc<Self>,
-        entry: &Entry,
-        store: &BackupStore,
-        admin: &Admin,
-        chain: &mut ChainRow,
-    ) -> Result<(), Error> {
+    pub(super) async fn make_base(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
+        let (entry, store) = (turn.entry, turn.store);
         let id = entry.id();
         let last = entry.archive.known().bases.last().map(|last| last.base);
         let base = plan::next_id(self.clock.now_ms(), last);
-        self.sweep_bases(entry, store, chain.chain).await?;
-        let name = base_name(&id, chain.chain, base);
+        self.sweep_bases(turn).await?;
+        let name = base_name(&id, turn.chain.chain, base);
         let began = Instant::now();
-        let copied = self.copy_base(entry, store, admin, chain, base);
+        let copied = self.copy_base(turn, base);
         let copied = timeout(longest(self.disk_of(entry)?), copied).await;
         let row = copied.map_err(|_| Error::internal("a base backup took too long"))??;
-        let label = label(entry, chain, &row);
+        let label = label(entry, &turn.chain, &row);
         store.put(&format!("{name}/backup.json"), label?).await?;
         fault::point!("backup.base_labelled");
         self.db.insert_base(&id, &row).await?;
@@ -74,24 +69,18 @@ impl Databases {
     }
 
     /// Until the log that belongs to it is in the store as well.
-    async fn copy_base(
-        &self,
-        entry: &Entry,
-        store: &BackupStore,
-        admin: &Admin,
-        chain: &mut ChainRow,
-        base: i64,
-    ) -> Result<BaseRow, Error> {
+    async fn copy_base(&self, turn: &mut Turn<'_>, base: i64) -> Result<BaseRow, Error> {
+        let (entry, store) = (turn.entry, turn.store);
         let stream = self.dial_for_backups(entry).await?;
         let password = entry.look(|row| row.credentials.admin_password.clone());
         let mut backup = BaseBackup::begin(stream, &password).await?;
-        if backup.timeline != chain.timeline {
+        if backup.timeline != turn.chain.timeline {
             return Err(Error::internal("a base backup is of another timeline than its log"));
         }
-        let name = base_name(&entry.id(), chain.chain, base);
+        let name = base_name(&entry.id(), turn.chain.chain, base);
         let first_segment = backup.start.segment();
         let mut upload = store.upload(&format!("{name}/{ARCHIVE}"));
-        let copied = self.copy_archive(entry, store, admin, chain, &mut backup, &mut upload);
+        let copied = self.copy_archive(turn, &mut backup, &mut upload);
         let manifest = match copied.await {
             Ok(manifest) => manifest,
             Err(error) => {
@@ -103,23 +92,20 @@ impl Databases {
         store.put(&format!("{name}/{MANIFEST}"), manifest).await?;
         fault::point!("backup.base_copied", Error::internal);
         let now = "SELECT (floor(extract(epoch FROM clock_timestamp()) * 1000) + 1)::bigint";
-        let row = admin.row(now).await?;
+        let row = turn.admin.row(now).await?;
         let ended_at = row.first().and_then(Option::as_deref).unwrap_or_default();
         let ended_at = ended_at.parse().map_err(Error::internal)?;
         // The transaction that marks the end comes after that millisecond.
         pause().await;
-        self.mark(entry, store, admin, chain).await?;
-        let last_segment = chain.next_segment.saturating_sub(1);
-        Ok(BaseRow { chain: chain.chain, base, ended_at, first_segment, last_segment, bytes })
+        self.mark(turn).await?;
+        let last_segment = turn.chain.next_segment.saturating_sub(1);
+        Ok(BaseRow { chain: turn.chain.chain, base, ended_at, first_segment, last_segment, bytes })
     }
 
     /// Returns the list of its files.
     async fn copy_archive(
         &self,
-        entry: &Entry,
-        store: &BackupStore,
-        admin: &Admin,
-        chain: &mut ChainRow,
+        turn: &mut Turn<'_>,
         backup: &mut BaseBackup,
         upload: &mut Upload,
     ) -> Result<Bytes, Error> {
@@ -130,7 +116,7 @@ impl Databases {
                 Piece::Archive(bytes) => {
                     copied += bytes.len() as u64;
                     if copied > admitted {
-                        if copied > most_bytes(self.disk_of(entry)?) {
+                        if copied > most_bytes(self.disk_of(turn.entry)?) {
                             return Err(Error::internal("a base backup is larger than its disk"));
                         }
                         self.admit_to_store(SEGMENT_BYTES)?;
@@ -148,7 +134,7 @@ impl Databases {
             }
             // PostgreSQL keeps only so much of it, and a copy may take hours.
             if fetched.elapsed() >= FETCH_EVERY {
-                self.fetch_complete(entry, store, admin, chain).await?;
+                self.fetch_complete(turn).await?;
                 fetched = Instant::now();
             }
         };
@@ -162,19 +148,15 @@ impl Databases {
     }
 
     /// What servers that died meanwhile have left.
-    async fn sweep_bases(
-        &self,
-        entry: &Entry,
-        store: &BackupStore,
-        chain: i64,
-    ) -> Result<(), Error> {
-        let (id, known) = (entry.id(), entry.archive.known());
-        for name in store.names(&format!("{id}/{chain}")).await? {
+    async fn sweep_bases(&self, turn: &Turn<'_>) -> Result<(), Error> {
+        let (id, known) = (turn.entry.id(), turn.entry.archive.known());
+        let chain = turn.chain.chain;
+        for name in turn.store.names(&format!("{id}/{chain}")).await? {
             let base = name.strip_prefix(BASE_PREFIX).map(str::parse::<i64>);
             if let Some(Ok(base)) = base
                 && known.bases.iter().all(|known| known.base != base)
             {
-                store.remove(&base_name(&id, chain, base)).await?;
+                turn.store.remove(&base_name(&id, chain, base)).await?;
             }
         }
         Ok(())
