@@ -490,9 +490,7 @@ impl Sandboxes {
         fault::point!("create.answering");
         Ok(entry.shown(&self.accelerator_name(), &self.clock))
     }
-}
 
-impl Sandboxes {
     pub(super) fn root_row(
         &self,
         id: VolumeId,

@@ -67,7 +67,18 @@ impl Sandboxes {
     ) {
         let files = SandboxFiles::create(&self.sites.layout, &id);
         files.expect("the sandbox is new");
-        let entry = self.entry(SandboxRow {
+        let entry = self.entry(self.running_row(account, id, environment));
+        *locked(&entry.stand_in) = Some(guest);
+        self.registry.insert(&Arc::new(entry));
+    }
+
+    pub(super) fn running_row(
+        &self,
+        account: &AccountId,
+        id: SandboxId,
+        environment: BTreeMap<String, String>,
+    ) -> SandboxRow {
+        SandboxRow {
             id,
             account: account.clone(),
             template: "base".parse().unwrap(),
@@ -96,8 +107,6 @@ impl Sandboxes {
             cold_boot: false,
             managed: false,
             databases: Vec::new(),
-        });
-        *locked(&entry.stand_in) = Some(guest);
-        self.registry.insert(&Arc::new(entry));
+        }
     }
 }

@@ -95,6 +95,8 @@ impl Sandboxes {
             // The driver writes the row when the step is done; until then a server that dies leaves the sandbox as it was.
             entry.target_changed.notify_one();
             match tokio::time::timeout_at(until, step).await {
+                // Of what had begun before. A step of ours that fails leaves the sandbox another target.
+                Ok(Ok(Err(_))) if entry.look(|row| row.target == target) => {}
                 Ok(Ok(outcome)) => outcome?,
                 Ok(Err(_)) | Err(_) => return Err(busy()),
             }
@@ -117,5 +119,47 @@ impl Sandboxes {
             }
             Err(_) => entry.accept(Wish::Inside, now).map(|()| in_use),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::{
+        Config,
+        clock::Clock,
+        db::{Db, SandboxRow, testing},
+        sandbox::State,
+    };
+
+    #[tokio::test]
+    async fn what_had_begun_before_is_not_taken_for_what_was_asked_for() {
+        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
+        let db = Db::connect(database.url()).await.unwrap();
+        let config = Config {
+            data_dir: directory.path().join("data"),
+            cache_dir: directory.path().join("cache"),
+            ..Config::testing()
+        };
+        let sandboxes = Sandboxes::testing(db, Clock::default(), &config).await;
+        let (account, id) = (AccountId::default_account(), SandboxId::random());
+        let row = sandboxes.running_row(&account, id, BTreeMap::new());
+        let row = SandboxRow { state: State::Failed, target: rest(State::Failed), ..row };
+        let entry = Arc::new(sandboxes.entry(row));
+        let asked =
+            async { sandboxes.reach(&entry, Wish::PowerOn, Target::Running, When::Asked).await };
+        let driver = async {
+            while entry.look(|row| row.target) != Target::Running {
+                tokio::task::yield_now().await;
+            }
+            entry.announce(Err(Error::conflict("its machine has ended")));
+            tokio::task::yield_now().await;
+            entry.change(|row| row.state = State::Running);
+            entry.announce(Ok(()));
+        };
+        let (asked, ()) = tokio::join!(asked, driver);
+        asked.unwrap();
     }
 }
