@@ -1,6 +1,7 @@
 //! Clones of databases.
 
-use api::{CloneDatabase, DatabaseSize, DatabaseStatus};
+use api::{CloneDatabase, DatabaseSize, DatabaseStatus, SandboxStatus};
+use rustix::process::{Signal, kill_process};
 use tests::{Host, sql, until};
 
 use super::{MADE, SOON, any, is_whole, refused};
@@ -92,6 +93,26 @@ pub(super) async fn a_clone_of_a_database_at_rest_leaves_it_at_rest(host: Host) 
     assert_eq!(sql(&clone.connection_url, "SELECT x FROM kept").await, "7");
     assert_eq!(client.database(&id).await.unwrap().status, DatabaseStatus::Hibernated);
     assert_eq!(sql(url, "SELECT x FROM kept").await, "7");
+    for id in [made.id, id] {
+        client.delete_database(&id).await.unwrap();
+    }
+}
+
+pub(super) async fn a_clone_whose_machine_dies_at_once_is_made_all_the_same(host: Host) {
+    let server = host.server().await;
+    let client = server.client();
+    let (id, source) = any(client).await;
+    sql(&source.connection_url, "CREATE TABLE kept (x int); INSERT INTO kept VALUES (7)").await;
+    let begun = client.clone_database(&id, &CloneDatabase::default()).await.unwrap();
+    let root = until("its machine runs", SOON, async || {
+        let machine = client.machine(&begun.id.sandbox()).await.ok()?;
+        machine.root_volume_id.filter(|_| machine.state == SandboxStatus::Running)
+    })
+    .await;
+    kill_process(server.machine_of_volume(&root), Signal::KILL).unwrap();
+    let made = client.database_ready(&begun.id, MADE).await.unwrap();
+    let clone = made.connection.expect("it is made");
+    assert_eq!(sql(&clone.connection_url, "SELECT x FROM kept").await, "7");
     for id in [made.id, id] {
         client.delete_database(&id).await.unwrap();
     }

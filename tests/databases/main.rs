@@ -15,6 +15,7 @@ use client::Client;
 use clones::{
     a_clone_is_its_own_and_its_source_goes_on, a_clone_may_have_another_size,
     a_clone_of_a_database_at_rest_leaves_it_at_rest,
+    a_clone_whose_machine_dies_at_once_is_made_all_the_same,
 };
 use growth::{
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
@@ -47,6 +48,7 @@ suite! {
     a_clone_is_its_own_and_its_source_goes_on,
     a_clone_may_have_another_size,
     a_clone_of_a_database_at_rest_leaves_it_at_rest,
+    a_clone_whose_machine_dies_at_once_is_made_all_the_same,
     a_database_is_reached_at_every_address_of_its_host,
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
     a_disk_grows_as_far_as_the_plan_allows,

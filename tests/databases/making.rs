@@ -69,6 +69,7 @@ pub(super) async fn a_database_that_cannot_be_is_refused(host: Host) {
     for body in [
         json!({"size": "2g"}),
         json!({"memory_mb": 100_000}),
+        json!({"memory_mb": 0}),
         json!({"cpu": 0}),
         json!({"idle_seconds": 0}),
         json!({"label": "x".repeat(300)}),

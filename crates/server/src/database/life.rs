@@ -215,7 +215,8 @@ impl Databases {
         // Of an attempt before, which may have gone another way.
         self.sandboxes.delete_managed(&row.account, &own).await?;
         self.sandboxes.forget_root(&row.account, volume).await?;
-        let source = self.find(&row.account, &source.to_string())?;
+        let deleted = || Error::not_found("its source was deleted before it was cloned");
+        let source = self.find(&row.account, &source.to_string()).map_err(|_| deleted())?;
         let (account, sandbox) = source.sandbox();
         if matches!(
             self.sandboxes.state_of(&account, &sandbox),
@@ -232,17 +233,20 @@ impl Databases {
             network: Some(CreateNetwork::Internet(false)),
             ..CreateSandbox::default()
         };
+        let if_gone =
+            |error: Error| if error.code == ErrorCode::NotFound { deleted() } else { error };
         // Its passwords stay the same meanwhile.
         let turn = source.turn.lock().await;
         entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
         self.save(entry).await?;
         if !takes_memory {
-            let root = self.sandboxes.root_of(&account, &sandbox, volume).await?;
+            let root = self.sandboxes.root_of(&account, &sandbox, volume).await.map_err(if_gone)?;
             drop(turn);
             let beginning = DatabaseBeginning::Root(root);
             return self.sandboxes.create_managed(caller, row.id, request, beginning).await;
         }
-        let instant = self.sandboxes.passing_instant_of(&account, &sandbox, snapshot).await?;
+        let instant = self.sandboxes.passing_instant_of(&account, &sandbox, snapshot).await;
+        let instant = instant.map_err(if_gone)?;
         drop(turn);
         let beginning = instant.beginning();
         let made = self.sandboxes.create_managed(caller, row.id, request, beginning).await;
@@ -276,7 +280,12 @@ impl Databases {
         let _turn = entry.turn.lock().await;
         let (account, sandbox) = entry.sandbox();
         let _in_use = self.sandboxes.keep_running(&account, &sandbox).await?;
-        self.admin(entry).await?;
+        tokio::select! {
+            admin = self.admin(entry) => drop(admin?),
+            () = self.sandboxes.machine_end(&account, &sandbox) => {
+                return Err(Error::busy("the database's machine has just ended", 2));
+            }
+        }
         entry.change(|row| row.error = None);
         Ok(())
     }
@@ -322,8 +331,7 @@ impl Databases {
     }
 
     async fn login(&self, entry: &Entry, password: &str) -> Result<Admin, Refused> {
-        let (account, sandbox) = entry.sandbox();
-        match self.sandboxes.dial(&account, &sandbox, super::PORT).await {
+        match self.try_to_dial(entry).await {
             Some(Ok(stream)) => Admin::login(stream, "postgres", password).await,
             // After a boot, or a crash of PostgreSQL alone.
             Some(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {

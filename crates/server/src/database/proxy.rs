@@ -27,6 +27,10 @@ use crate::{Error, sandbox::Visitor};
 const GREETING: Duration = Duration::from_secs(30);
 /// Of a machine that runs.
 const DIAL: Duration = Duration::from_secs(15);
+/// From the end of a machine to its notice.
+const NOTICED: Duration = Duration::from_secs(1);
+/// Of reaching one whose machine ends meanwhile.
+const MOST_TRIES: u32 = 3;
 const CANCEL: Duration = Duration::from_secs(10);
 /// Of each direction of a session.
 const BUFFER: usize = 64 << 10;
@@ -153,23 +157,50 @@ impl Databases {
         let Some(session) = entry.begin_session(from, MOST_SESSIONS) else {
             return refuse(client, TOO_MANY, "too many connections to this database").await;
         };
-        let (_in_use, mut guest) = match self.reach(entry).await {
-            Ok(reached) => reached,
-            Err(error) => {
-                tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be reached");
-                let message = format!("the database cannot be reached now: {}", error.message);
-                return refuse(client, CANNOT_CONNECT_NOW, &message).await;
+        let mut tries = 0;
+        let (_in_use, guest) = loop {
+            match self.reach(entry).await {
+                Ok((in_use, mut guest)) => {
+                    guest.set_nodelay(true)?;
+                    if self.hears(entry, &mut guest, message).await || tries == MOST_TRIES {
+                        break (in_use, guest);
+                    }
+                    // Its machine has ended before it said a word, so nothing has begun.
+                    tries += 1;
+                }
+                Err(error) => {
+                    tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be reached");
+                    let message = format!("the database cannot be reached now: {}", error.message);
+                    return refuse(client, CANNOT_CONNECT_NOW, &message).await;
+                }
             }
         };
-        guest.set_nodelay(true)?;
         let (account, sandbox) = entry.sandbox();
         let ended = self.sandboxes.machine_end(&account, &sandbox);
-        guest.write_all(message).await?;
         tokio::select! {
             ended = exchange(client, guest) => ended,
             () = session.ended() => Ok(()),
             // Of which the other end of the connection would not tell: its machine is just not there any longer.
             () = ended => Ok(()),
+        }
+    }
+
+    /// Sends a session's first message. False when the machine ends before PostgreSQL has answered it.
+    async fn hears(&self, entry: &Entry, guest: &mut TcpStream, message: &[u8]) -> bool {
+        let (account, sandbox) = entry.sandbox();
+        let ended = self.sandboxes.machine_end(&account, &sandbox);
+        let answered = async {
+            guest.write_all(message).await?;
+            guest.peek(&mut [0]).await
+        };
+        tokio::pin!(ended);
+        tokio::select! {
+            answered = answered => match answered {
+                Ok(bytes) if bytes > 0 => true,
+                // Cut off: by PostgreSQL, or with its machine, whose end is noticed in a moment.
+                Ok(_) | Err(_) => timeout(NOTICED, ended).await.is_err(),
+            },
+            () = &mut ended => false,
         }
     }
 
@@ -190,15 +221,25 @@ impl Databases {
 
     /// `None`: it does not run, or nobody listens there.
     pub(super) async fn dial(&self, entry: &Entry) -> Option<TcpStream> {
-        let (account, sandbox) = entry.sandbox();
-        let dialled = self.sandboxes.dial(&account, &sandbox, super::PORT);
-        match timeout(DIAL, dialled).await {
-            Ok(Some(Ok(stream))) => Some(stream),
-            Ok(Some(Err(error))) => {
+        match self.try_to_dial(entry).await {
+            Some(Ok(stream)) => Some(stream),
+            Some(Err(error)) => {
                 tracing::debug!(database = %entry.id(), %error, "PostgreSQL is not reached");
                 None
             }
-            Ok(None) | Err(_) => None,
+            None => None,
+        }
+    }
+
+    /// `None`: it does not run, or ends meanwhile.
+    pub(super) async fn try_to_dial(&self, entry: &Entry) -> Option<io::Result<TcpStream>> {
+        let (account, sandbox) = entry.sandbox();
+        let ended = self.sandboxes.machine_end(&account, &sandbox);
+        tokio::select! {
+            dialled = timeout(DIAL, self.sandboxes.dial(&account, &sandbox, super::PORT)) => {
+                dialled.unwrap_or_else(|late| Some(Err(late.into())))
+            }
+            () = ended => None,
         }
     }
 }

@@ -416,9 +416,9 @@ fn size_of(size: Option<DatabaseSize>, memory_mb: Option<u64>) -> Result<Databas
         (Some(size), _) => Ok(size),
         (None, None) => Ok(DatabaseSize::default()),
         (None, Some(memory_mb)) => {
-            let fits = |size: &DatabaseSize| size.memory_mb() >= memory_mb;
+            let fits = |size: &DatabaseSize| memory_mb > 0 && size.memory_mb() >= memory_mb;
             DatabaseSize::ALL.into_iter().find(fits).ok_or_else(|| {
-                Error::invalid("`memory_mb` must be at most 16384, which is the size 16g")
+                Error::invalid("`memory_mb` must be between 1 and 16384, which is the size 16g")
             })
         }
     }

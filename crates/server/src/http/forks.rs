@@ -18,7 +18,9 @@ pub(super) async fn fork(
     Id(id): Id,
     Input(request): Input<Fork>,
 ) -> Result<Output<Forked>, Error> {
-    Ok(Output(StatusCode::CREATED, app.sandboxes.fork(&caller, &id, request).await?))
+    let forked = app.sandboxes.fork(&caller, &id, request).await;
+    let forked = forked.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    Ok(Output(StatusCode::CREATED, forked))
 }
 
 /// Children that know each other as one tree, for a search of which one is promoted in the end.
@@ -30,7 +32,9 @@ pub(super) async fn fork_tree(
     Id(id): Id,
     Input(request): Input<ForkTree>,
 ) -> Result<Output<ForkedTree>, Error> {
-    Ok(Output(StatusCode::CREATED, app.sandboxes.fork_tree(&caller, &id, request).await?))
+    let forked = app.sandboxes.fork_tree(&caller, &id, request).await;
+    let forked = forked.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    Ok(Output(StatusCode::CREATED, forked))
 }
 
 /// Takes a child out of its tree; with `cleanup_siblings` the others are deleted.

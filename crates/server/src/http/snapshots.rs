@@ -21,7 +21,8 @@ pub(super) async fn create(
     Id(id): Id,
     Input(request): Input<CreateSnapshot>,
 ) -> Result<Output<Snapshot>, Error> {
-    let snapshot = app.sandboxes.snapshot(&caller, &id, request.name).await?;
+    let taken = app.sandboxes.snapshot(&caller, &id, request.name).await;
+    let snapshot = taken.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
     Ok(Output(StatusCode::CREATED, snapshot))
 }
 

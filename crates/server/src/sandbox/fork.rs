@@ -164,18 +164,17 @@ impl Sandboxes {
         let began = Instant::now();
         let explore_ttl = match added.get(EXPLORE_TTL) {
             Some(text) => {
-                let seconds = text.parse().map_err(|_| {
-                    Error::invalid("`metadata.explore_ttl` must be a number of seconds")
-                })?;
-                ttl_of(Some(seconds), None)?
+                let ttl = text.parse().ok().and_then(|seconds| ttl_of(Some(seconds), None).ok());
+                let wrong = "`metadata.explore_ttl` must be a number of seconds, at least 1 and at most ten years";
+                ttl.ok_or_else(|| Error::invalid(wrong))?
             }
             None => None,
         };
         let parent_row = parent.row();
         let (mut metadata, ttl) = (parent_row.metadata, parent_row.ttl_seconds);
-        // Of an earlier fork.
-        metadata.remove(TREE);
         metadata.extend(added);
+        // Of an earlier fork, or made up.
+        metadata.remove(TREE);
         metadata.insert(PARENT.to_owned(), parent.look(|row| row.id).to_string());
         metadata.extend(tree.iter().map(|tree| (TREE.to_owned(), tree.clone())));
         check_metadata(&metadata)?;
@@ -298,6 +297,11 @@ impl Sandboxes {
     ) -> Result<Promoted, Error> {
         let entry = self.registry.find(account, id)?;
         entry.accept(super::state::Wish::Change, self.clock.steady_ms())?;
+        if request.tree_id.as_ref().is_some_and(|tree| uuid::Uuid::parse_str(tree).is_err()) {
+            return Err(Error::invalid(
+                "`tree_id` must be the id that the answer of a fork-tree has",
+            ));
+        }
         let own_tree = entry.look(|row| row.metadata.get(TREE).cloned());
         let tree_id = request.tree_id.or_else(|| own_tree.clone());
         let cleanup = request.cleanup_siblings.unwrap_or(false);
@@ -306,7 +310,11 @@ impl Sandboxes {
                 "`tree_id` is missing, and the sandbox is of no tree: there are no siblings to clean up",
             ));
         }
-        let was_explored = entry.look(|row| row.metadata.contains_key(EXPLORE_TTL));
+        // Unless it was given another time to live since.
+        let was_explored = entry.look(|row| {
+            let explore_ttl = row.metadata.get(EXPLORE_TTL).and_then(|text| text.parse().ok());
+            explore_ttl.is_some() && explore_ttl == row.ttl_seconds
+        });
         entry.change(|row| {
             row.metadata.remove(TREE);
             row.metadata.remove(EXPLORE_TTL);

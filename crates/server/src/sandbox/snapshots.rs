@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use api::{AccountId, EventKind, SandboxId, Snapshot, SnapshotId};
+use api::{AccountId, ErrorCode, EventKind, SandboxId, Snapshot, SnapshotId};
 use machine::{WriteBack, guest::Request};
 use store::saved_machine::{Manifest, SavedMachineDraft};
 use tokio::sync::MutexGuard;
@@ -115,7 +115,14 @@ impl Sandboxes {
         if is_woken {
             self.put_to_rest_again(entry).await;
         }
-        caught
+        let has_ended = || entry.inside().is_none_or(|inside| inside.machine.has_exited());
+        match caught {
+            // Whatever step has met it.
+            Err(error) if error.code == ErrorCode::Internal && !hibernates && has_ended() => {
+                Err(Error::busy("its virtual machine has just ended", 1).because(error))
+            }
+            caught => caught,
+        }
     }
 
     pub(super) async fn turn_for_snapshot<'e>(
