@@ -8,9 +8,10 @@ use std::{
 
 use api::{
     CreateSandbox, CreateVolume, ErrorCode, Fork, ForkTree, Promote, SandboxId, SandboxStatus,
-    VolumeMount,
+    UpdateLifecycle, VolumeMount,
 };
 use client::Method;
+use rustix::process::{Signal, kill_process};
 use serde_json::json;
 use tests::{Answer, Held, Host, command, small, suite, until};
 
@@ -19,7 +20,9 @@ suite! {
     a_fork_of_what_rests_leaves_it_at_rest,
     a_tree_ends_with_its_winner,
     a_tree_that_nobody_promotes_leaves_nothing,
-    a_fork_that_cannot_be_is_refused;
+    a_fork_that_cannot_be_is_refused,
+    a_fork_of_what_has_just_died_is_refused_with_the_reason,
+    a_promoted_child_keeps_the_time_to_live_that_it_was_given;
     soak: sixteen_children_start_from_one_instant,
 }
 
@@ -163,6 +166,7 @@ async fn a_fork_that_cannot_be_is_refused(host: Host) {
         ("/fork", json!({"count": 0})),
         ("/fork", json!({"count": -1})),
         ("/promote", json!({"cleanup_siblings": true})),
+        ("/promote", json!({"cleanup_siblings": true, "tree_id": "nope"})),
     ] {
         let refused = Answer::to(sandbox.request(Method::POST, route).json(&body)).await;
         assert_eq!(refused.refusal(), (400, "invalid_request".to_owned()), "{route} {body}");
@@ -174,6 +178,44 @@ async fn a_fork_that_cannot_be_is_refused(host: Host) {
     assert_eq!(promote.code(), Some(ErrorCode::NotFound));
     assert_eq!(sandbox.run("echo works").await, "works\n");
     assert!(server.client().snapshots(Some(&sandbox.id)).await.unwrap().is_empty());
+}
+
+async fn a_fork_of_what_has_just_died_is_refused_with_the_reason(host: Host) {
+    let _room = host.room(1).await;
+    let server = host.server().await;
+    for route in ["/fork", "/fork-tree", "/snapshots"] {
+        let parent = server.sandbox(&small()).await;
+        kill_process(server.machine_of(&parent.id), Signal::KILL).unwrap();
+        let refused = until("it is known to be dead", Duration::from_secs(30), async || {
+            let request = parent.request(Method::POST, route).json(&json!({"count": 1}));
+            let answer = Answer::to(request).await;
+            // Until its end is noticed.
+            (answer.status != 503).then_some(answer)
+        })
+        .await;
+        assert_eq!(refused.refusal(), (409, "conflict".to_owned()), "{route}");
+        assert!(refused.text().contains("has failed"), "{route}: {}", refused.text());
+        let left = server.client().snapshots(Some(&parent.id)).await.unwrap();
+        assert!(left.is_empty(), "{route}: {left:?}");
+        parent.delete().await;
+    }
+}
+
+async fn a_promoted_child_keeps_the_time_to_live_that_it_was_given(host: Host) {
+    let _room = host.room(2).await;
+    let server = host.server().await;
+    let client = server.client();
+    let parent = server.sandbox(&small()).await;
+    let added = Some(metadata(&[("explore_ttl", "900")]));
+    let tree = client.fork_tree(&parent.id, &ForkTree { count: 1, metadata: added }).await.unwrap();
+    let child = tree.children[0].id;
+    let keep = UpdateLifecycle { persistent: Some(true), ..UpdateLifecycle::default() };
+    client.update_lifecycle(&child, &keep).await.unwrap();
+    client.promote(&child, &Promote::default()).await.unwrap();
+    assert_eq!(client.sandbox(&child).await.unwrap().ttl_seconds, None);
+    assert!(client.snapshots(Some(&parent.id)).await.unwrap().is_empty(), "of no child any more");
+    client.delete_sandbox(&child).await.unwrap();
+    parent.delete().await;
 }
 
 async fn sixteen_children_start_from_one_instant(host: Host) {
