@@ -27,6 +27,8 @@ use crate::{
 
 /// Whoever else does something to the machine ends within its own deadlines.
 const TURN: Duration = Duration::from_secs(25);
+/// From the end of a machine to its notice.
+const NOTICED: Duration = Duration::from_secs(1);
 const LONGEST_NAME: usize = 256;
 
 /// What a snapshot is for.
@@ -115,10 +117,11 @@ impl Sandboxes {
         if is_woken {
             self.put_to_rest_again(entry).await;
         }
-        let has_ended = || entry.inside().is_none_or(|inside| inside.machine.has_exited());
         match caught {
             // Whatever step has met it.
-            Err(error) if error.code == ErrorCode::Internal && !hibernates && has_ended() => {
+            Err(error)
+                if error.code == ErrorCode::Internal && !hibernates && has_ended(entry).await =>
+            {
                 Err(Error::busy("its virtual machine has just ended", 1).because(error))
             }
             caught => caught,
@@ -370,6 +373,14 @@ impl Sandboxes {
     ) -> Result<Arc<SavedMachine>, Error> {
         let spec = self.spec_of(&stored.manifest)?;
         Ok(Arc::new(SavedMachine::of_store(snapshot_key(id), spec, stored)?))
+    }
+}
+
+/// Its memory may be gone before its end is noticed.
+async fn has_ended(entry: &Entry) -> bool {
+    match entry.inside() {
+        Some(inside) => tokio::time::timeout(NOTICED, inside.machine.exited()).await.is_ok(),
+        None => true,
     }
 }
 
