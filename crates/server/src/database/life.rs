@@ -1,9 +1,10 @@
 //! A database's keeper: makes it, starts it again when its machine has died, and removes it. Every step may be repeated,
 //! so a server that dies at any of them leaves nothing that the next one does not finish.
 
-use std::{io, sync::Arc, time::Duration};
+use std::{io, pin::pin, sync::Arc, time::Duration};
 
 use api::{CreateNetwork, CreateSandbox, DatabaseId, ErrorCode, ExecRequest};
+use futures::poll;
 use tokio::{
     net::TcpListener,
     time::{Instant, sleep},
@@ -233,20 +234,27 @@ impl Databases {
             network: Some(CreateNetwork::Internet(false)),
             ..CreateSandbox::default()
         };
-        let if_gone =
-            |error: Error| if error.code == ErrorCode::NotFound { deleted() } else { error };
+        let explained = |error: Error| match self.sandboxes.state_of(&account, &sandbox) {
+            None | Some((_, Target::Deleted)) => deleted(),
+            // It is started before the next attempt.
+            Some((State::Stopped | State::Failed, _)) => {
+                Error::busy("its source's machine has just ended", 1).because(error)
+            }
+            Some(_) => error,
+        };
         // Its passwords stay the same meanwhile.
         let turn = source.turn.lock().await;
         entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
         self.save(entry).await?;
         if !takes_memory {
-            let root = self.sandboxes.root_of(&account, &sandbox, volume).await.map_err(if_gone)?;
+            let root =
+                self.sandboxes.root_of(&account, &sandbox, volume).await.map_err(explained)?;
             drop(turn);
             let beginning = DatabaseBeginning::Root(root);
             return self.sandboxes.create_managed(caller, row.id, request, beginning).await;
         }
         let instant = self.sandboxes.passing_instant_of(&account, &sandbox, snapshot).await;
-        let instant = instant.map_err(if_gone)?;
+        let instant = instant.map_err(explained)?;
         drop(turn);
         let beginning = instant.beginning();
         let made = self.sandboxes.create_managed(caller, row.id, request, beginning).await;
@@ -264,15 +272,24 @@ impl Databases {
     /// Its machine runs and PostgreSQL takes connections when this returns, whatever was before. Idempotent.
     pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
         let (account, sandbox) = entry.sandbox();
-        let until = Instant::now() + UP_AGAIN;
+        let state = || self.sandboxes.state_of(&account, &sandbox).map(|(state, _)| state);
+        let mut until = None;
         loop {
-            let state = self.sandboxes.state_of(&account, &sandbox);
-            let was_off = matches!(state, Some((State::Stopped | State::Failed, _)) | None);
-            match self.try_to_bring_up(entry).await {
-                // What ran may have ended just then: now it is known to be off, and is started.
-                Err(_) if !was_off && Instant::now() < until => sleep(UP_PAUSE).await,
-                done => return done,
+            let before = state();
+            let mut ended = pin!(self.sandboxes.machine_end(&account, &sandbox));
+            let Err(error) = self.try_to_bring_up(entry).await else { return Ok(()) };
+            // What ran has ended: it is known to be off in a moment, and is started then.
+            let has_ended = match before {
+                Some(State::Running | State::Paused) => poll!(ended.as_mut()).is_ready(),
+                Some(State::Creating | State::Hibernated) => {
+                    matches!(state(), Some(State::Stopped | State::Failed))
+                }
+                Some(State::Stopped | State::Failed) | None => false,
+            };
+            if !has_ended || Instant::now() > *until.get_or_insert(Instant::now() + UP_AGAIN) {
+                return Err(error);
             }
+            sleep(UP_PAUSE).await;
         }
     }
 

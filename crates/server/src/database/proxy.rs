@@ -5,6 +5,7 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr},
+    pin::pin,
     sync::Arc,
     time::Duration,
 };
@@ -21,7 +22,10 @@ use super::{
     Databases, Entry,
     greeting::{Client, Greeting, greeted, refuse},
 };
-use crate::{Error, sandbox::Visitor};
+use crate::{
+    Error,
+    sandbox::{InUse, Visitor},
+};
 
 /// From the connection to the greeting.
 const GREETING: Duration = Duration::from_secs(30);
@@ -29,8 +33,10 @@ const GREETING: Duration = Duration::from_secs(30);
 const DIAL: Duration = Duration::from_secs(15);
 /// From the end of a machine to its notice.
 const NOTICED: Duration = Duration::from_secs(1);
-/// Of reaching one whose machine ends meanwhile.
-const MOST_TRIES: u32 = 3;
+/// Of a session's first message.
+const FIRST_ANSWER: Duration = Duration::from_secs(10);
+/// Of reaching one that has to be brought up, or whose machine ends meanwhile.
+const MOST_TRIES: u32 = 6;
 const CANCEL: Duration = Duration::from_secs(10);
 /// Of each direction of a session.
 const BUFFER: usize = 64 << 10;
@@ -157,22 +163,16 @@ impl Databases {
         let Some(session) = entry.begin_session(from, MOST_SESSIONS) else {
             return refuse(client, TOO_MANY, "too many connections to this database").await;
         };
-        let mut tries = 0;
-        let (_in_use, guest) = loop {
-            match self.reach(entry).await {
-                Ok((in_use, mut guest)) => {
-                    guest.set_nodelay(true)?;
-                    if self.hears(entry, &mut guest, message).await || tries == MOST_TRIES {
-                        break (in_use, guest);
-                    }
-                    // Its machine has ended before it said a word, so nothing has begun.
-                    tries += 1;
-                }
-                Err(error) => {
-                    tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be reached");
-                    let message = format!("the database cannot be reached now: {}", error.message);
-                    return refuse(client, CANNOT_CONNECT_NOW, &message).await;
-                }
+        let begun = tokio::select! {
+            begun = self.start_in(entry, message) => begun,
+            () = session.ended() => return Ok(()),
+        };
+        let (_in_use, guest) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be reached");
+                let message = format!("the database cannot be reached now: {}", error.message);
+                return refuse(client, CANNOT_CONNECT_NOW, &message).await;
             }
         };
         let (account, sandbox) = entry.sandbox();
@@ -185,38 +185,45 @@ impl Databases {
         }
     }
 
-    /// Sends a session's first message. False when the machine ends before PostgreSQL has answered it.
+    /// PostgreSQL that has heard a session's first message, whatever has to be done first. Where its machine ends before it
+    /// has answered, nothing has begun, and it is sent again.
+    async fn start_in(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        message: &[u8],
+    ) -> Result<(InUse, TcpStream), Error> {
+        let (account, sandbox) = entry.sandbox();
+        let in_use = self.sandboxes.use_of(&account, &sandbox)?;
+        for _ in 0..MOST_TRIES {
+            let Some(mut guest) = self.dial(entry).await else {
+                self.bring_up(entry).await?;
+                continue;
+            };
+            guest.set_nodelay(true).map_err(Error::internal)?;
+            if self.hears(entry, &mut guest, message).await {
+                return Ok((in_use, guest));
+            }
+        }
+        Err(Error::busy("it does not answer", 1))
+    }
+
+    /// False when the machine ends before PostgreSQL has answered.
     async fn hears(&self, entry: &Entry, guest: &mut TcpStream, message: &[u8]) -> bool {
         let (account, sandbox) = entry.sandbox();
-        let ended = self.sandboxes.machine_end(&account, &sandbox);
+        let mut ended = pin!(self.sandboxes.machine_end(&account, &sandbox));
         let answered = async {
             guest.write_all(message).await?;
             guest.peek(&mut [0]).await
         };
-        tokio::pin!(ended);
         tokio::select! {
-            answered = answered => match answered {
-                Ok(bytes) if bytes > 0 => true,
+            answered = timeout(FIRST_ANSWER, answered) => match answered {
                 // Cut off: by PostgreSQL, or with its machine, whose end is noticed in a moment.
-                Ok(_) | Err(_) => timeout(NOTICED, ended).await.is_err(),
+                Ok(Ok(0) | Err(_)) => timeout(NOTICED, ended).await.is_err(),
+                // One that takes long is waited for while the client is looked at, too.
+                Ok(Ok(_)) | Err(_) => true,
             },
             () = &mut ended => false,
         }
-    }
-
-    /// PostgreSQL in the guest, whatever has to be done first.
-    async fn reach(
-        self: &Arc<Self>,
-        entry: &Arc<Entry>,
-    ) -> Result<(crate::sandbox::InUse, TcpStream), Error> {
-        let (account, sandbox) = entry.sandbox();
-        let in_use = self.sandboxes.use_of(&account, &sandbox)?;
-        if let Some(stream) = self.dial(entry).await {
-            return Ok((in_use, stream));
-        }
-        self.bring_up(entry).await?;
-        let stream = self.dial(entry).await.ok_or_else(|| Error::busy("it does not answer", 1))?;
-        Ok((in_use, stream))
     }
 
     /// `None`: it does not run, or nobody listens there.

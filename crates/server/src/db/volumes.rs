@@ -185,6 +185,16 @@ impl Db {
             .bind(signed(bytes)?)
             .execute(&mut *transaction)
             .await?;
+        // Where it is a root disk, it is counted with the sandbox that has it.
+        sqlx::query(
+            "UPDATE sandboxes SET disk_mb = $2 \
+             WHERE id = (SELECT sandbox FROM attachments WHERE volume = $1 AND slot = $3)",
+        )
+        .bind(row.id.to_string())
+        .bind(signed(bytes >> 20)?)
+        .bind(i64::from(ROOT_SLOT))
+        .execute(&mut *transaction)
+        .await?;
         self.meter_volume(&mut transaction, &row.id).await?;
         transaction.commit().await?;
         Ok(())

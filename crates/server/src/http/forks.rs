@@ -19,7 +19,7 @@ pub(super) async fn fork(
     Input(request): Input<Fork>,
 ) -> Result<Output<Forked>, Error> {
     let forked = app.sandboxes.fork(&caller, &id, request).await;
-    let forked = forked.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let forked = forked.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))?;
     Ok(Output(StatusCode::CREATED, forked))
 }
 
@@ -33,7 +33,7 @@ pub(super) async fn fork_tree(
     Input(request): Input<ForkTree>,
 ) -> Result<Output<ForkedTree>, Error> {
     let forked = app.sandboxes.fork_tree(&caller, &id, request).await;
-    let forked = forked.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let forked = forked.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))?;
     Ok(Output(StatusCode::CREATED, forked))
 }
 

@@ -22,7 +22,8 @@ pub(super) async fn create(
     Input(request): Input<CreateSnapshot>,
 ) -> Result<Output<Snapshot>, Error> {
     let taken = app.sandboxes.snapshot(&caller, &id, request.name).await;
-    let snapshot = taken.map_err(|error| app.sandboxes.explain(&caller.account, &id, error))?;
+    let snapshot =
+        taken.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))?;
     Ok(Output(StatusCode::CREATED, snapshot))
 }
 

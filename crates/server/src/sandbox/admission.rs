@@ -419,34 +419,15 @@ mod tests {
     use api::ErrorCode;
 
     use super::*;
-    use crate::{
-        Config,
-        clock::Clock,
-        config::Capacity,
-        db::{Db, testing},
-    };
+    use crate::{config::Capacity, sandbox::testing::Alone};
 
     const NEED: Need = Need { promised: 0, memory: 0, disk: 0 };
     const PATIENT: Duration = Duration::from_secs(20);
 
-    struct Host {
-        sandboxes: Arc<Sandboxes>,
-        _directory: tempfile::TempDir,
-        _database: testing::Database,
-    }
-
-    async fn host(capacity: Capacity) -> Host {
-        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
-        let db = Db::connect(database.url()).await.unwrap();
-        let config = Config {
-            data_dir: directory.path().join("data"),
-            cache_dir: directory.path().join("cache"),
-            capacity,
-            ..Config::testing()
-        };
-        let sandboxes = Sandboxes::testing(db, Clock::default(), &config).await;
+    async fn host(capacity: Capacity) -> Alone {
+        let alone = Alone::new(capacity).await;
         tokio::time::pause();
-        Host { sandboxes, _directory: directory, _database: database }
+        alone
     }
 
     fn one_machine() -> Capacity {

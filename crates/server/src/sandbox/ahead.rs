@@ -264,42 +264,24 @@ impl Entry {
 
 #[cfg(test)]
 mod tests {
-    use std::{pin::pin, sync::Arc};
+    use std::pin::pin;
 
     use futures::poll;
 
     use super::*;
-    use crate::{
-        Config,
-        clock::Clock,
-        db::{Db, testing},
-    };
+    use crate::{config::Capacity, sandbox::testing::Alone};
 
-    struct Host {
-        pool: Arc<Pool>,
-        _directory: tempfile::TempDir,
-        _database: testing::Database,
-    }
-
-    async fn host() -> Host {
-        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
-        let db = Db::connect(database.url()).await.unwrap();
-        let config = Config {
-            data_dir: directory.path().join("data"),
-            cache_dir: directory.path().join("cache"),
-            ..Config::testing()
-        };
-        let sandboxes = Sandboxes::testing(db, Clock::default(), &config).await;
-        let pool = Arc::clone(&sandboxes.pool);
-        Host { pool, _directory: directory, _database: database }
+    async fn host() -> Alone {
+        Alone::new(Capacity::default()).await
     }
 
     #[tokio::test]
     async fn what_is_made_ahead_waits_for_every_create() {
         let host = host().await;
-        assert!(host.pool.turn().await.is_ok());
-        let (one, other) = (host.pool.create_under_way(), host.pool.create_under_way());
-        let mut turn = pin!(host.pool.turn());
+        assert!(host.sandboxes.pool.turn().await.is_ok());
+        let (one, other) =
+            (host.sandboxes.pool.create_under_way(), host.sandboxes.pool.create_under_way());
+        let mut turn = pin!(host.sandboxes.pool.turn());
         assert!(poll!(turn.as_mut()).is_pending());
         drop(one);
         assert!(poll!(turn.as_mut()).is_pending());
@@ -313,15 +295,15 @@ mod tests {
         let changes: [Change; 2] = [|pool| pool.set_room(false), Pool::close];
         for change in changes {
             let host = host().await;
-            let _create = host.pool.create_under_way();
-            let mut turn = pin!(host.pool.turn());
+            let _create = host.sandboxes.pool.create_under_way();
+            let mut turn = pin!(host.sandboxes.pool.turn());
             assert!(poll!(turn.as_mut()).is_pending());
-            change(&host.pool);
+            change(&host.sandboxes.pool);
             assert!(matches!(turn.await, Err(NotMade::GivenUp)));
         }
         let host = host().await;
-        let _create = host.pool.create_under_way();
-        assert_eq!(host.pool.give_way().await, 0);
-        assert!(matches!(host.pool.turn().await, Err(NotMade::GivenUp)));
+        let _create = host.sandboxes.pool.create_under_way();
+        assert_eq!(host.sandboxes.pool.give_way().await, 0);
+        assert!(matches!(host.sandboxes.pool.turn().await, Err(NotMade::GivenUp)));
     }
 }

@@ -392,11 +392,20 @@ impl Sandboxes {
 
     /// A channel that is lost because the sandbox is gone: that is the better answer.
     pub fn explain(&self, account: &AccountId, id: &SandboxId, error: Error) -> Error {
+        self.explain_for(Wish::Inside, account, id, error)
+    }
+
+    /// As [`Sandboxes::explain`], of what also is done to one that rests.
+    pub fn explain_save(&self, account: &AccountId, id: &SandboxId, error: Error) -> Error {
+        self.explain_for(Wish::Snapshot, account, id, error)
+    }
+
+    fn explain_for(&self, wish: Wish, account: &AccountId, id: &SandboxId, error: Error) -> Error {
         if error.code != ErrorCode::Unavailable {
             return error;
         }
         let found = self.registry.find(account, id);
-        match found.and_then(|entry| entry.accept(Wish::Inside, self.clock.steady_ms())) {
+        match found.and_then(|entry| entry.accept(wish, self.clock.steady_ms())) {
             Err(reason) if matches!(reason.code, ErrorCode::NotFound | ErrorCode::Conflict) => {
                 reason
             }

@@ -14,7 +14,7 @@ use super::{
     pausing::QUIESCE_DEADLINE,
     registry::{self, Entry},
     saved::SavedMachine,
-    snapshots::Caught,
+    snapshots::{Caught, or_its_end},
     state::State,
 };
 use crate::{
@@ -87,7 +87,7 @@ impl Sandboxes {
         let task = self.tasks.spawn(async move {
             let in_use = entry.usage.begin();
             let turn = sandboxes.turn_for_snapshot(&entry).await?;
-            let draft = sandboxes.catch_disk(&entry).await?;
+            let draft = or_its_end(&entry, sandboxes.catch_disk(&entry).await).await?;
             drop((turn, in_use));
             let (account, template, disk_mb) =
                 entry.look(|row| (row.account.clone(), row.template.clone(), row.disk_mb));

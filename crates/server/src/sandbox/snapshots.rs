@@ -113,19 +113,12 @@ impl Sandboxes {
         }
         let turn = self.turn_for_snapshot(entry).await?;
         let caught = self.catch_in_turn(entry, id, write_back, &turn).await;
+        let caught = or_its_end(entry, caught).await;
         drop((turn, in_use));
         if is_woken {
             self.put_to_rest_again(entry).await;
         }
-        match caught {
-            // Whatever step has met it.
-            Err(error)
-                if error.code == ErrorCode::Internal && !hibernates && has_ended(entry).await =>
-            {
-                Err(Error::busy("its virtual machine has just ended", 1).because(error))
-            }
-            caught => caught,
-        }
+        caught
     }
 
     pub(super) async fn turn_for_snapshot<'e>(
@@ -373,6 +366,22 @@ impl Sandboxes {
     ) -> Result<Arc<SavedMachine>, Error> {
         let spec = self.spec_of(&stored.manifest)?;
         Ok(Arc::new(SavedMachine::of_store(snapshot_key(id), spec, stored)?))
+    }
+}
+
+/// Whatever step has met the end of its machine, that end is the reason. To be tried again, and known by then.
+pub(super) async fn or_its_end<T>(entry: &Entry, caught: Result<T, Error>) -> Result<T, Error> {
+    let (state, target) = entry.look(|row| (row.state, row.target));
+    match caught {
+        Err(error)
+            if matches!(error.code, ErrorCode::Internal | ErrorCode::NotFound)
+                && (state, target) != (State::Hibernated, Target::Hibernated)
+                && target != Target::Deleted
+                && has_ended(entry).await =>
+        {
+            Err(Error::busy("its virtual machine has just ended", 1).because(error))
+        }
+        caught => caught,
     }
 }
 

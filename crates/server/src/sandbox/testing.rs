@@ -14,7 +14,36 @@ use store::{
 };
 
 use super::{Bakes, Parts, Pool, Sandboxes, Sites, Slots, State, Target, registry::locked};
-use crate::{Config, clock::Clock, db::Db, db::SandboxRow, template::Templates, volume::Volumes};
+use crate::{
+    Config,
+    clock::Clock,
+    config::Capacity,
+    db::{Db, SandboxRow, testing},
+    template::Templates,
+    volume::Volumes,
+};
+
+/// A server's, in a folder and with a database of their own.
+pub(crate) struct Alone {
+    pub(crate) sandboxes: Arc<Sandboxes>,
+    _directory: tempfile::TempDir,
+    _database: testing::Database,
+}
+
+impl Alone {
+    pub(crate) async fn new(capacity: Capacity) -> Self {
+        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
+        let db = Db::connect(database.url()).await.unwrap();
+        let config = Config {
+            data_dir: directory.path().join("data"),
+            cache_dir: directory.path().join("cache"),
+            capacity,
+            ..Config::testing()
+        };
+        let sandboxes = Sandboxes::testing(db, Clock::default(), &config).await;
+        Self { sandboxes, _directory: directory, _database: database }
+    }
+}
 
 impl Sandboxes {
     /// None can be created: there is no kernel.

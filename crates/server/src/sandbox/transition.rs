@@ -128,22 +128,15 @@ mod tests {
 
     use super::*;
     use crate::{
-        Config,
-        clock::Clock,
-        db::{Db, SandboxRow, testing},
-        sandbox::State,
+        config::Capacity,
+        db::SandboxRow,
+        sandbox::{State, testing::Alone},
     };
 
     #[tokio::test]
     async fn what_had_begun_before_is_not_taken_for_what_was_asked_for() {
-        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
-        let db = Db::connect(database.url()).await.unwrap();
-        let config = Config {
-            data_dir: directory.path().join("data"),
-            cache_dir: directory.path().join("cache"),
-            ..Config::testing()
-        };
-        let sandboxes = Sandboxes::testing(db, Clock::default(), &config).await;
+        let alone = Alone::new(Capacity::default()).await;
+        let sandboxes = &alone.sandboxes;
         let (account, id) = (AccountId::default_account(), SandboxId::random());
         let row = sandboxes.running_row(&account, id, BTreeMap::new());
         let row = SandboxRow { state: State::Failed, target: rest(State::Failed), ..row };
