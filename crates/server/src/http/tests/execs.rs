@@ -224,13 +224,19 @@ async fn a_client_that_goes_away_kills_no_command() {
     let server = Server::start().await;
     for route in ["/exec", "/exec/stream"] {
         let made = server.directory.path().join(route.replace('/', "-"));
-        let cmd = format!("echo begun; sleep 0.5; echo later; touch {}", made.display());
+        let (begun, go) = (made.with_extension("begun"), made.with_extension("go"));
+        let cmd = format!(
+            "touch {}; until test -e {}; do sleep 0.05; done; echo later; touch {}",
+            begun.display(),
+            go.display(),
+            made.display()
+        );
         let request = server.inside(Method::POST, route).json(&json!({"cmd": cmd}));
-        let gone = tokio::time::timeout(Duration::from_millis(200), async {
-            request.send().await.unwrap().text().await
-        })
-        .await;
-        assert!(gone.is_err(), "the client went away in time");
+        let client = tokio::spawn(async { request.send().await.unwrap().text().await });
+        until(async || begun.exists()).await;
+        client.abort();
+        assert!(client.await.unwrap_err().is_cancelled(), "the client is gone");
+        std::fs::write(&go, "").unwrap();
         until(async || made.exists()).await;
         // What nobody watched is in the log.
         until(async || {
