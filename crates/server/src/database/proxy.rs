@@ -24,15 +24,13 @@ use super::{
 };
 use crate::{
     Error,
-    sandbox::{InUse, Visitor},
+    sandbox::{InUse, NOTICED, Visitor},
 };
 
 /// From the connection to the greeting.
 const GREETING: Duration = Duration::from_secs(30);
 /// Of a machine that runs.
 const DIAL: Duration = Duration::from_secs(15);
-/// From the end of a machine to its notice.
-const NOTICED: Duration = Duration::from_secs(1);
 /// Of a session's first message.
 const FIRST_ANSWER: Duration = Duration::from_secs(10);
 /// Of reaching one that has to be brought up, or whose machine ends meanwhile.
@@ -228,14 +226,9 @@ impl Databases {
 
     /// `None`: it does not run, or nobody listens there.
     pub(super) async fn dial(&self, entry: &Entry) -> Option<TcpStream> {
-        match self.try_to_dial(entry).await {
-            Some(Ok(stream)) => Some(stream),
-            Some(Err(error)) => {
-                tracing::debug!(database = %entry.id(), %error, "PostgreSQL is not reached");
-                None
-            }
-            None => None,
-        }
+        let dialled = self.try_to_dial(entry).await?;
+        let told = |error: &io::Error| tracing::debug!(database = %entry.id(), %error, "PostgreSQL is not reached");
+        dialled.inspect_err(told).ok()
     }
 
     /// `None`: it does not run, or ends meanwhile.

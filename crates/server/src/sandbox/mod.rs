@@ -74,6 +74,7 @@ pub(crate) use self::{
     ports::Connection,
     registry::{Registry, locked},
     site::{Sites, Slots, instance_of, uids},
+    snapshots::NOTICED,
     state::{State, Target},
 };
 pub use self::{

@@ -14,6 +14,7 @@ use super::{
     pausing::QUIESCE_DEADLINE,
     registry::{self, Entry},
     saved::SavedMachine,
+    saving::sync_ahead,
     snapshots::{Caught, or_its_end},
     state::State,
 };
@@ -125,10 +126,7 @@ impl Sandboxes {
                 let source = self.root(entry)?.path();
                 let inside = entry.inside().ok_or_else(registry::not_found)?;
                 let guest = entry.guest().ok_or_else(registry::not_found)?;
-                // Less is left to be written when its processes stand still. If it fails, so will that.
-                if let Err(error) = guest.call(Request::Sync, QUIESCE_DEADLINE).await {
-                    tracing::debug!(%error, "a guest has not flushed its disks");
-                }
+                sync_ahead(entry, &guest).await;
                 inside.machine.flush_disks().await?;
                 let still = async {
                     guest.call(Request::Quiesce, QUIESCE_DEADLINE).await?;

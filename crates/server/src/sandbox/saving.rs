@@ -1,7 +1,10 @@
 //! Saving a machine: most of it while the machine goes on, and then one window in which it stands still, for device state,
 //! memory and disk are of one instant.
 
-use machine::{Ahead, MachineSpec, Save, WriteBack, guest::Request};
+use machine::{
+    Ahead, MachineSpec, Save, WriteBack,
+    guest::{Guest, Request},
+};
 use store::{
     Digest,
     saved_machine::{Manifest, SavedMachineDraft},
@@ -20,6 +23,14 @@ use crate::{Error, blocking::blocking};
 pub(super) struct Begun {
     draft: SavedMachineDraft,
     memory: Ahead,
+}
+
+/// Less is left to be written when its processes stand still. If it fails, so will that.
+pub(super) async fn sync_ahead(entry: &Entry, guest: &Guest) {
+    if let Err(error) = guest.call(Request::Sync, QUIESCE_DEADLINE).await {
+        let id = entry.look(|row| row.id);
+        tracing::debug!(sandbox = %id, %error, "a guest has not flushed its disks");
+    }
 }
 
 impl Sandboxes {
@@ -42,10 +53,7 @@ impl Sandboxes {
             if let Err(error) = guest.forget_now().await {
                 tracing::debug!(sandbox = %id, %error, "ended execs stay in their guest");
             }
-            // Less is left to be written when its processes stand still. If it fails, so will that.
-            if let Err(error) = guest.call(Request::Sync, QUIESCE_DEADLINE).await {
-                tracing::debug!(sandbox = %id, %error, "a guest has not flushed its disks");
-            }
+            sync_ahead(entry, &guest).await;
         }
         let base = inside.machine.base_memory()?;
         let (memory, draft) = blocking(move || Ok((draft.clone_memory_of(&base)?, draft))).await?;

@@ -28,7 +28,7 @@ use crate::{
 /// Whoever else does something to the machine ends within its own deadlines.
 const TURN: Duration = Duration::from_secs(25);
 /// From the end of a machine to its notice.
-const NOTICED: Duration = Duration::from_secs(1);
+pub(crate) const NOTICED: Duration = Duration::from_secs(1);
 const LONGEST_NAME: usize = 256;
 
 /// What a snapshot is for.
