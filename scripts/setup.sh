@@ -13,10 +13,20 @@ largest_image=$((200 * gigabyte))
 minimum_qemu=1:8.2
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*" >&2; }
+told=no
 fail() {
     printf 'setup: %s\n' "$*" >&2
+    told=yes
     exit 1
 }
+
+# `set -e` ends the script without a word.
+explain_end() {
+    local status=$?
+    [ "$status" -ne 0 ] && [ "$status" -lt 128 ] && [ "$told" = no ] || return 0
+    printf 'setup: a command failed (exit status %s): see %s, and \`bash -x %s\` for which one\n' "$status" "$log" "$0" >&2
+}
+trap explain_end EXIT
 
 # ---- packages ----
 
@@ -109,8 +119,10 @@ mirror_of() {
             END { stanza_ends() }
         ' "${files[@]}" | head -n 1
     fi
-    files=(/etc/apt/sources.list /etc/apt/sources.list.d/*.list)
+    files=(/etc/apt/sources.list.d/*.list)
     shopt -u nullglob
+    # Where the other format is in use it may be missing.
+    [ ! -e /etc/apt/sources.list ] || files+=(/etc/apt/sources.list)
     awk -v suite="$suite" '
         $1 == "deb" {
             line = $0
@@ -118,7 +130,7 @@ mirror_of() {
             split(line, word, /[ \t]+/)
             if (word[2] == suite) { print word[1]; exit }
         }
-    ' "${files[@]}" /dev/null 2>/dev/null
+    ' "${files[@]}" /dev/null
 }
 
 # Debian 12 has QEMU 7.2; its backports have one that can map memory privately and read-only.
