@@ -4,6 +4,8 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests are outside of test functions")]
 
 use std::{
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
     path::Path,
     process::{Command, Output},
 };
@@ -38,7 +40,7 @@ fn what_is_missing_is_one_sentence() {
     let prepared = |prepare: &str| sentence(&set_up(&pool, prepare));
 
     let other_system = directory.path().join("os-release");
-    std::fs::write(&other_system, "ID=other\nPRETTY_NAME=\"Other 1\"\n").unwrap();
+    fs::write(&other_system, "ID=other\nPRETTY_NAME=\"Other 1\"\n").unwrap();
     let said = prepared(&format!("mount --bind {} /etc/os-release", other_system.display()));
     assert!(said.contains("Other 1") && said.contains("Debian 12"), "{said}");
 
@@ -46,7 +48,7 @@ fn what_is_missing_is_one_sentence() {
     assert!(said.contains("too little disk space"), "{said}");
 
     let devices = directory.path().join("devices");
-    std::fs::create_dir(&devices).unwrap();
+    fs::create_dir(&devices).unwrap();
     let no_loop_devices = &format!(
         "cp -a /dev/null /dev/zero /dev/urandom {0}; mount --bind {0} /dev",
         devices.display()
@@ -60,10 +62,86 @@ fn what_is_missing_is_one_sentence() {
         .unwrap();
     assert!(sentence(&output).contains("root"));
 
-    std::fs::create_dir_all(&pool).unwrap();
-    std::fs::write(pool.join("precious"), "").unwrap();
+    fs::create_dir_all(&pool).unwrap();
+    fs::write(pool.join("precious"), "").unwrap();
     let said = prepared("");
     assert!(said.contains("not empty"), "{said}");
+}
+
+/// What set-up writes into the apt sources of a Debian 12 with these; its QEMU is too old, and nothing is installed.
+fn backports_of(sources: &[(&str, &str)]) -> Result<String, String> {
+    let directory = tempfile::tempdir().unwrap();
+    let at = |name: &str| directory.path().join(name);
+    let shown = |name: &str| at(name).display().to_string();
+    for made in ["apt/sources.list.d", "commands", "pool/precious"] {
+        fs::create_dir_all(at(made)).unwrap();
+    }
+    for (name, text) in sources {
+        fs::write(at("apt").join(name), text).unwrap();
+    }
+    fs::write(at("os-release"), "ID=debian\nVERSION_ID=12\nVERSION_CODENAME=bookworm\n").unwrap();
+    let newer = shown("newer");
+    let commands = [
+        ("apt-cache", String::new()),
+        ("apt-get", format!("case \"$*\" in *bookworm-backports*qemu*) touch {newer} ;; esac")),
+        (
+            "dpkg-query",
+            format!(
+                "case \"$*\" in *Version*) [ -e {newer} ] || exec echo 1:7.2 ;; esac\nexec /usr/bin/dpkg-query \"$@\""
+            ),
+        ),
+    ];
+    for (name, text) in commands {
+        let path = at("commands").join(name);
+        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        fs::set_permissions(&path, Permissions::from_mode(0o755)).unwrap();
+    }
+    let output = set_up(
+        &at("pool"),
+        &format!(
+            "mount --bind {} /etc/apt; mount --bind {} /etc/os-release; export PATH={}:$PATH",
+            shown("apt"),
+            shown("os-release"),
+            shown("commands")
+        ),
+    );
+    let said = String::from_utf8(output.stderr).unwrap();
+    let last = said.lines().last().unwrap_or_default().to_owned();
+    // It ends at the pool, which is not empty, and before that at what is wrong with the packages.
+    if !last.contains("not empty") {
+        return Err(last);
+    }
+    assert!(at("newer").exists(), "{said}");
+    Ok(fs::read_to_string(at("apt/sources.list.d/atoll-backports.sources")).unwrap())
+}
+
+#[test]
+fn a_qemu_that_is_too_old_is_replaced_from_the_backports_of_the_hosts_own_mirror() {
+    let stanza = |mirror: &str, more: &str| {
+        format!(
+            "# one\nTypes: deb\n# two\nURIs: {mirror}\nSuites: bookworm bookworm-updates\nComponents: main\n{more}"
+        )
+    };
+    let one_line = "# deb http://not.example/debian bookworm main\n\
+                    deb [arch=amd64 signed-by=/usr/share/keyrings/k.gpg] http://line.example/debian bookworm main\n";
+    let modern = stanza("http://stanza.example/debian", "");
+    let disabled = stanza("http://disabled.example/debian", "Enabled: no\n");
+    let (file, list) = ("sources.list.d/debian.sources", "sources.list");
+    for (sources, mirror) in [
+        (&[(file, &*modern)][..], "stanza"),
+        (&[(file, &*modern), (list, "")], "stanza"),
+        (&[(list, one_line)], "line"),
+        (&[("sources.list.d/debian.list", one_line)], "line"),
+        (&[(file, &*disabled), (list, one_line)], "line"),
+    ] {
+        let written = backports_of(sources).unwrap();
+        let uris = format!("\nURIs: http://{mirror}.example/debian\nSuites: bookworm-backports\n");
+        assert!(written.contains(&uris), "{sources:?}: {written}");
+    }
+    for sources in [&[][..], &[(file, &*disabled)]] {
+        let said = backports_of(sources).unwrap_err();
+        assert!(said.contains("no apt source") && said.contains("bookworm"), "{said}");
+    }
 }
 
 #[test]
@@ -80,12 +158,12 @@ fn the_pool_is_made_once_and_mounted_again() {
 
     assert!(set_up().contains("making"));
     let shares_blocks = can_reflink(&pool);
-    std::fs::write(pool.join("file"), "kept").unwrap();
+    fs::write(pool.join("file"), "kept").unwrap();
     let second = set_up();
     unmount();
     assert!(!pool.join("file").exists());
     let third = set_up();
-    let kept = std::fs::read_to_string(pool.join("file"));
+    let kept = fs::read_to_string(pool.join("file"));
     unmount();
     assert!(shares_blocks.unwrap());
     assert!(!second.contains("mounting") && !second.contains("making"), "{second}");
