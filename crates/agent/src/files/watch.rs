@@ -8,6 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use protocol::files::{Noticed, What};
 use protocol::frame::{HEADER, MAX_PAYLOAD};
 use protocol::message::{ErrorCode, Failure};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::inotify::{self, CreateFlags, ReadFlags, Reader, WatchFlags};
 use rustix::fs::{CWD, Dir, FileType, Mode, OFlags, fstat, openat};
 use rustix::io::Errno;
@@ -21,6 +22,10 @@ const DEEPEST: usize = 256;
 /// Of what is found in directories that are new.
 const MOST_FOUND: usize = 16_384;
 const BUFFER: usize = 16 << 10;
+/// For the second half of a move, which the kernel puts into the queue a moment after the first: inotify(7).
+const SECOND_HALF: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// So many buffers in a row may end between two halves.
+const MOST_BUFFERS: usize = 8;
 
 pub(crate) struct Watcher {
     queue: OwnedFd,
@@ -165,11 +170,25 @@ impl Watcher {
         frames
     }
 
+    /// A buffer's worth, the next call goes on; more when that ends between the halves of a move.
     fn read(&self) -> Vec<Event> {
+        let mut events = self.read_buffer();
+        for _ in 1..MOST_BUFFERS {
+            let is_half =
+                events.last().is_some_and(|last| last.flags.contains(ReadFlags::MOVED_FROM));
+            let mut queue = [PollFd::new(&self.queue, PollFlags::IN)];
+            if !is_half || poll(&mut queue, Some(&SECOND_HALF)) != Ok(1) {
+                break;
+            }
+            events.extend(self.read_buffer());
+        }
+        events
+    }
+
+    fn read_buffer(&self) -> Vec<Event> {
         let mut buffer = [MaybeUninit::uninit(); BUFFER];
         let mut reader = Reader::new(&self.queue, &mut buffer);
         let mut events = Vec::new();
-        // One buffer's worth at a time: the next call goes on.
         while let Ok(event) = reader.next() {
             events.push(Event {
                 watch: event.wd(),
@@ -313,4 +332,67 @@ fn too_many(path: &[u8], error: Errno) -> Failure {
         return refuse(ErrorCode::TooLarge, message);
     }
     failed("watch", path, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::ffi::OsStrExt;
+    use std::path::Path;
+
+    use super::*;
+
+    fn watching(directory: &Path) -> Watcher {
+        Watcher::begin(directory.as_os_str().as_bytes(), true).unwrap()
+    }
+
+    /// What the watcher has to tell, until so many things are there.
+    fn told(watcher: &mut Watcher, count: usize) -> Vec<Noticed> {
+        let mut all = Vec::new();
+        while all.len() < count {
+            let frames = watcher.next_frames();
+            assert!(!frames.is_empty(), "{} of {count} were told", all.len());
+            let bytes =
+                frames.iter().flat_map(|frame| frame[HEADER..].to_vec()).collect::<Vec<_>>();
+            let mut rest = &bytes[..];
+            while let Some((length, after)) = rest.split_first_chunk::<4>() {
+                let (message, after) = after.split_at(u32::from_le_bytes(*length) as usize);
+                all.push(protocol::message::decode(message).unwrap());
+                rest = after;
+            }
+        }
+        all
+    }
+
+    #[test]
+    fn a_move_whose_halves_lie_in_two_buffers_is_told_as_a_move() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let mut watcher = watching(directory.path());
+        // One event, then pairs of the same length: every buffer ends inside of a pair.
+        std::os::unix::fs::symlink("nothing", at("a")).unwrap();
+        let count = 4 * BUFFER / 64;
+        for _ in 0..count / 2 {
+            fs::rename(at("a"), at("b")).unwrap();
+            fs::rename(at("b"), at("a")).unwrap();
+        }
+        let told = told(&mut watcher, 1 + count);
+        assert_eq!(told[0].what, What::Created);
+        let others: Vec<_> = told[1..].iter().filter(|one| one.what != What::Moved).collect();
+        assert!(others.is_empty(), "{others:?}");
+    }
+
+    #[test]
+    fn what_leaves_the_watched_directory_is_deleted_and_what_comes_is_created() {
+        let directory = tempfile::tempdir().unwrap();
+        let (inside, outside) = (directory.path().join("inside"), directory.path().join("outside"));
+        fs::create_dir(&inside).unwrap();
+        fs::create_dir(&outside).unwrap();
+        fs::write(inside.join("file"), "").unwrap();
+        let mut watcher = watching(&inside);
+        fs::rename(inside.join("file"), outside.join("file")).unwrap();
+        assert_eq!(told(&mut watcher, 1)[0].what, What::Deleted);
+        fs::rename(outside.join("file"), inside.join("file")).unwrap();
+        assert_eq!(told(&mut watcher, 1)[0].what, What::Created);
+    }
 }
