@@ -2,7 +2,7 @@
 
 use std::process::Stdio;
 
-use api::{CreateSandbox, DatabaseConnection, DatabaseId};
+use api::{CreateDatabase, CreateSandbox, DatabaseConnection, DatabaseId};
 use rustix::process::{Pid, Signal, kill_process};
 use tests::{Host, Options, Sandbox, Server, command, small, sql, until};
 use tokio::process::Command;
@@ -223,6 +223,17 @@ pub(super) async fn databases_with_names_share_one_port(host: Host) {
     let found = format!("getent ahostsv4 {} | awk 'NR == 1 {{ print $1 }}'", first.1.host);
     let address = inside(found).await;
     assert!(address.starts_with("100."), "{address}");
+
+    // Until it has a password of its own, nobody comes in with that of what it is made of.
+    let third = client.create_database(&CreateDatabase::default()).await.unwrap().id;
+    let early = format!(
+        "postgresql://atoll:template@{third}.db.example:{}/postgres?sslmode=require&hostaddr={}",
+        first.1.port, address
+    );
+    while client.database(&third).await.unwrap().connection.is_none() {
+        refused(&early).await;
+    }
+    client.delete_database(&third).await.unwrap();
 
     for (id, connection) in [&first, &second] {
         assert_eq!(connection.host, format!("{id}.db.example"));

@@ -3,7 +3,7 @@
 use std::{fs, time::Duration};
 
 use api::{CloneDatabase, CreateDatabase};
-use tests::{Host, clock_of, pause, sql, until};
+use tests::{Host, clock_of, pause, psql, sql, until};
 
 use super::{Fault, Victim, faults_of};
 
@@ -42,6 +42,37 @@ pub(super) async fn a_clone_of_a_database_is_made_whatever_is_killed_or_fails(ho
         })
         .await;
         assert_eq!(count("snapshots"), 0, "{point}");
+    }
+    host.end(victim.server).await;
+}
+
+/// Nobody asks again: what URLs say is what PostgreSQL knows, in a moment.
+pub(super) async fn a_database_is_reached_by_its_url_whatever_was_killed_or_failed_as_passwords_changed(
+    host: Host,
+) {
+    const SETTLED: Duration = Duration::from_secs(120);
+    let _room = host.room(1).await;
+    let mut victim = Victim::alone().await;
+    let client = victim.server.client();
+    let begun = client.create_database(&CreateDatabase::default()).await.unwrap();
+    let made = client.database_ready(&begun.id, SETTLED).await.unwrap();
+    let mut before = made.connection.unwrap().connection_url;
+    sql(&before, "CREATE TABLE kept AS SELECT 7 AS x").await;
+    for (point, fault) in faults_of("renew") {
+        victim.arm(&point, fault).await;
+        let client = victim.server.client().clone();
+        let told = client.reset_database_credentials(&made.id).await;
+        assert!(told.is_err(), "{point}");
+        victim.is_over(&point, fault).await;
+        let client = victim.server.client();
+        let now = client.database(&made.id).await.unwrap().connection.expect(&point).connection_url;
+        assert_ne!(now, before, "{point}");
+        until(&point, SETTLED, async || {
+            psql(&now, "SELECT x FROM kept").await.status.success().then_some(())
+        })
+        .await;
+        assert!(!psql(&before, "SELECT 1").await.status.success(), "{point}");
+        before = now;
     }
     host.end(victim.server).await;
 }

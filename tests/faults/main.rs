@@ -38,6 +38,7 @@ use creates::{
 use databases::{
     a_clone_of_a_database_is_made_whatever_is_killed_or_fails,
     a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup,
+    a_database_is_reached_by_its_url_whatever_was_killed_or_failed_as_passwords_changed,
 };
 use machines::{
     a_machine_is_whole_whatever_is_killed_or_fails_as_it_stops_and_starts,
@@ -80,6 +81,7 @@ suite! {
     a_snapshot_is_whole_or_not_at_all_whatever_is_killed_or_fails,
     a_fork_leaves_nothing_but_children_whatever_is_killed_or_fails,
     a_clone_of_a_database_is_made_whatever_is_killed_or_fails,
+    a_database_is_reached_by_its_url_whatever_was_killed_or_failed_as_passwords_changed,
     a_sandbox_is_whole_whatever_is_killed_or_fails_on_its_way_to_rest_and_back,
     a_machine_is_whole_whose_server_is_killed_as_it_stops_and_starts,
     a_volume_has_one_holder_whatever_is_killed_or_fails_as_it_comes_and_goes,
@@ -89,7 +91,7 @@ suite! {
         a_database_can_be_gone_back_to_whatever_is_killed_or_fails_in_its_backup,
 }
 
-const OPERATIONS: [&str; 19] = [
+const OPERATIONS: [&str; 20] = [
     "create",
     "exec",
     "execs",
@@ -109,6 +111,7 @@ const OPERATIONS: [&str; 19] = [
     "attach",
     "detach",
     "backup",
+    "renew",
 ];
 
 const SETTLED: Duration = Duration::from_secs(60);

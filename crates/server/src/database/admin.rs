@@ -163,7 +163,8 @@ impl Admin {
 
     /// Other passwords for the same names; whoever came with the old one is ended.
     pub(super) async fn renew(&self, own: &Credentials) -> Result<(), Error> {
-        self.run(&format!("BEGIN; {} COMMIT; {END_OTHERS}", passwords(own))).await
+        self.run(&format!("BEGIN; {} COMMIT;", passwords(own))).await?;
+        self.run(END_OTHERS).await
     }
 }
 
@@ -216,7 +217,10 @@ fn silent() -> Error {
     Error::internal("PostgreSQL did not answer in time")
 }
 
-const END_OTHERS: &str = "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity \
+/// All are told first, and then waited for.
+const END_OTHERS: &str = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity \
+     WHERE pid <> pg_backend_pid() AND backend_type = 'client backend'; \
+     SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity \
      WHERE pid <> pg_backend_pid() AND backend_type = 'client backend';";
 
 fn passwords(own: &Credentials) -> String {

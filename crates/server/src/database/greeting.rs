@@ -6,10 +6,11 @@ use std::{
     io,
     net::IpAddr,
     sync::{Mutex, PoisonError},
+    time::Duration,
 };
 
 use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt, Interest},
     net::TcpStream,
 };
 use tokio_rustls::{TlsAcceptor, server::TlsStream};
@@ -26,6 +27,8 @@ const LONGEST_CANCEL: usize = 512;
 const MOST_REQUESTS: usize = 4;
 /// From one address at once.
 const MOST_STRANGERS: usize = 1024;
+/// Between two looks at a client that waits and has sent something meanwhile.
+const GONE_EVERY: Duration = Duration::from_secs(1);
 /// First byte of a TLS record with a client's hello.
 const TLS_HANDSHAKE: u8 = 0x16;
 
@@ -126,6 +129,21 @@ pub(super) fn wanted_host(client: &Client) -> Option<&str> {
     }
 }
 
+/// Waits until the client has closed its side, without reading what it sends.
+pub(super) async fn gone(client: &Client) {
+    let stream = match client {
+        Either::Left(stream) => stream,
+        Either::Right(stream) => stream.get_ref().0,
+    };
+    while let Ok(ready) = stream.ready(Interest::READABLE).await {
+        if ready.is_read_closed() {
+            return;
+        }
+        // It has said more: what it does next is not seen before that is read.
+        tokio::time::sleep(GONE_EVERY).await;
+    }
+}
+
 /// As PostgreSQL itself would refuse it, and the end.
 pub(super) async fn refuse(mut client: Client, code: &str, message: &str) -> io::Result<()> {
     client.write_all(&refusal(code, message)).await?;
@@ -211,6 +229,21 @@ mod tests {
             [Vec::new(), vec![0; 7], vec![0; 8], too_long, endless, http, message(2 << 16, b"")]
         {
             assert!(greeted(bytes.clone()).await.0.is_err(), "{bytes:?}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_client_that_waits_is_seen_to_go_whatever_it_has_sent() {
+        for sent in [&b""[..], b"more"] {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+            let mut there = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let client = Either::Left(listener.accept().await.unwrap().0);
+            there.write_all(sent).await.unwrap();
+            let mut gone = std::pin::pin!(super::gone(&client));
+            let still_there = tokio::time::timeout(Duration::from_millis(100), gone.as_mut()).await;
+            assert!(still_there.is_err(), "{sent:?}");
+            drop(there);
+            gone.await;
         }
     }
 

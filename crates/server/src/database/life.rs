@@ -25,8 +25,10 @@ pub(crate) const TEMPLATE: &str = "postgres";
 /// The bake of a size that was never used, beside others under emulation, several times over.
 const PROVISION_DEADLINE: Duration = Duration::from_secs(1200);
 const PROVISION_PAUSE: Duration = Duration::from_millis(500);
-/// From a running machine to PostgreSQL that takes connections, a recovery included.
+/// From a running machine to PostgreSQL that takes connections. A recovery that takes longer goes on meanwhile.
 const UP_DEADLINE: Duration = Duration::from_secs(300);
+/// What is late is ended with all that it has started, and a recovery would begin anew: longer than any of them.
+const START_DEADLINE: Duration = Duration::from_secs(3600);
 /// From a first failure to reach one that runs.
 const UP_AGAIN: Duration = Duration::from_secs(10);
 const UP_PAUSE: Duration = Duration::from_millis(100);
@@ -92,7 +94,12 @@ impl Databases {
             }
         }
         self.tasks.spawn(Arc::clone(self).serve(Arc::clone(entry), listeners));
-        tokio::join!(self.look_after(entry), self.keep_room(entry), self.back_up(entry));
+        tokio::join!(
+            self.look_after(entry),
+            self.settle(entry),
+            self.keep_room(entry),
+            self.back_up(entry)
+        );
     }
 
     /// Its machine may die, and PostgreSQL with it: what was committed is on the disk.
@@ -109,10 +116,28 @@ impl Databases {
             };
             if needs_help && let Err(error) = self.bring_up(entry).await {
                 tracing::error!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be started again");
-                entry.change(|row| row.error = Some(error.message.clone()));
                 sleep(RECOVERY_PAUSE).await;
             }
             sleep(LOOK_EVERY).await;
+        }
+    }
+
+    /// A change of passwords that broke off is brought to its end: until then PostgreSQL may refuse what URLs say.
+    async fn settle(self: &Arc<Self>, entry: &Arc<Entry>) {
+        let mut row = entry.row.subscribe();
+        // It lives as long as we do.
+        while row.wait_for(DatabaseRow::is_unsettled).await.is_ok() {
+            // Whoever is just changing them.
+            drop(entry.turn.lock().await);
+            if !entry.look(DatabaseRow::is_unsettled) {
+                continue;
+            }
+            if let Err(error) = self.bring_up(entry).await {
+                tracing::error!(database = %entry.id(), %error, cause = error.causes(), "a change of passwords has not come to its end");
+                sleep(RECOVERY_PAUSE).await;
+                continue;
+            }
+            self.write_down(entry).await;
         }
     }
 
@@ -219,10 +244,11 @@ impl Databases {
         let deleted = || Error::not_found("its source was deleted before it was cloned");
         let source = self.find(&row.account, &source.to_string()).map_err(|_| deleted())?;
         let (account, sandbox) = source.sandbox();
-        if matches!(
+        let is_off = matches!(
             self.sandboxes.state_of(&account, &sandbox),
             Some((State::Stopped | State::Failed, _))
-        ) {
+        );
+        if is_off || source.look(DatabaseRow::is_unsettled) {
             self.bring_up(&source).await?;
         }
         let takes_memory = row.size == source.look(|row| row.size)
@@ -242,8 +268,13 @@ impl Databases {
             }
             Some(_) => error,
         };
+        // The source stands still for a clone that will be made.
+        self.sandboxes.room_for(row.size.memory_mb()).await?;
         // Its passwords stay the same meanwhile.
         let turn = source.turn.lock().await;
+        if source.look(DatabaseRow::is_unsettled) {
+            return Err(Error::busy("its source's passwords are being changed", 1));
+        }
         entry.change(|row| row.origin = source.look(|row| row.credentials.clone()));
         self.save(entry).await?;
         if !takes_memory {
@@ -271,6 +302,23 @@ impl Databases {
 
     /// Its machine runs and PostgreSQL takes connections when this returns, whatever was before. Idempotent.
     pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
+        let asked = Instant::now();
+        let mut last = entry.brought_up.lock().await;
+        // Many may have waited here, and each look costs a login.
+        if let Some((_, failed)) = last.as_ref().filter(|(began, _)| *began >= asked) {
+            return failed.as_ref().map_or(Ok(()), |message| Err(Error::busy(message.clone(), 2)));
+        }
+        let began = Instant::now();
+        let outcome = self.bring_up_now(entry).await;
+        let failed = outcome.as_ref().err().map(|error| error.message.clone());
+        if failed.is_some() {
+            entry.change(|row| row.error.clone_from(&failed));
+        }
+        *last = Some((began, failed));
+        outcome
+    }
+
+    async fn bring_up_now(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
         let (account, sandbox) = entry.sandbox();
         let state = || self.sandboxes.state_of(&account, &sandbox).map(|(state, _)| state);
         let mut until = None;
@@ -303,7 +351,10 @@ impl Databases {
                 return Err(Error::busy("the database's machine has just ended", 2));
             }
         }
-        entry.change(|row| row.error = None);
+        entry.change(|row| {
+            row.error = None;
+            row.settle();
+        });
         Ok(())
     }
 
@@ -360,10 +411,10 @@ impl Databases {
         }
     }
 
-    /// Returns once it takes connections.
+    /// Returns once it takes connections, or recovers.
     async fn start_postgres(&self, entry: &Entry) -> Result<(), Error> {
         tracing::info!(database = %entry.id(), "starting PostgreSQL");
-        self.run_inside(entry, "atoll-postgres start").await.map(drop)
+        self.run_inside_within(entry, "atoll-postgres start", START_DEADLINE).await.map(drop)
     }
 
     /// What a command that succeeds in its machine has said.
@@ -423,9 +474,18 @@ impl Databases {
             entry.change(|row| row.credentials = before);
             return Err(error);
         }
-        admin.renew(&after).await?;
+        fault::point!("renew.row_written", Error::internal);
+        let renewed = admin.renew(&after).await;
+        // Whether it has them or gets them in a moment: nobody stays who came with the old ones.
         entry.end_sessions();
         self.tell_sandboxes(entry);
+        renewed?;
+        fault::point!("renew.renewed");
+        entry.change(DatabaseRow::settle);
+        if let Err(error) = self.save(entry).await {
+            // The next server looks once more.
+            tracing::warn!(database = %entry.id(), cause = error.causes(), "failed to write down that passwords have changed");
+        }
         tracing::info!(database = %entry.id(), "changed its credentials");
         Ok(())
     }

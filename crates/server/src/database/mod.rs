@@ -16,12 +16,15 @@ mod tls;
 use std::{
     collections::HashMap,
     net::IpAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, atomic::AtomicBool},
     time::Duration,
 };
 
 use api::{AccountId, DatabaseId, SandboxId};
-use tokio::sync::{Mutex as AsyncMutex, watch};
+use tokio::{
+    sync::{Mutex as AsyncMutex, watch},
+    time::Instant,
+};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::{
@@ -100,6 +103,10 @@ pub(crate) struct Entry {
     row: watch::Sender<DatabaseRow>,
     /// Held by whoever starts PostgreSQL or changes how it is reached.
     turn: AsyncMutex<()>,
+    /// Held by whoever brings it up: when they began last, and why that failed if it did.
+    brought_up: AsyncMutex<Option<(Instant, Option<String>)>>,
+    /// Somebody wakes it behind an answer.
+    is_waking: AtomicBool,
     /// Held while the row is written.
     writing: AsyncMutex<()>,
     /// Where the clients of its sessions are, each once for each session.
@@ -141,6 +148,8 @@ impl Entry {
         Self {
             row: watch::Sender::new(row),
             turn: AsyncMutex::new(()),
+            brought_up: AsyncMutex::default(),
+            is_waking: AtomicBool::new(false),
             writing: AsyncMutex::new(()),
             visitors: Mutex::default(),
             short_of: Mutex::default(),

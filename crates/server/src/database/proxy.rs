@@ -20,7 +20,7 @@ use tokio::{
 
 use super::{
     Databases, Entry,
-    greeting::{Client, Greeting, greeted, refuse},
+    greeting::{Client, Greeting, gone, greeted, refuse},
 };
 use crate::{
     Error,
@@ -48,7 +48,7 @@ const KEEPALIVE: Duration = Duration::from_secs(60);
 /// Invalid authorization specification.
 pub(super) const NOT_ALLOWED: &str = "28000";
 const TOO_MANY: &str = "53300";
-const CANNOT_CONNECT_NOW: &str = "57P03";
+pub(super) const CANNOT_CONNECT_NOW: &str = "57P03";
 
 impl Databases {
     /// At the server's address, and at the operator's if there is one. Where databases have names, that one shows no other
@@ -164,6 +164,7 @@ impl Databases {
         let begun = tokio::select! {
             begun = self.start_in(entry, message) => begun,
             () = session.ended() => return Ok(()),
+            () = gone(&client) => return Ok(()),
         };
         let (_in_use, guest) = match begun {
             Ok(begun) => begun,

@@ -13,10 +13,10 @@ use super::{Databases, Entry};
 use crate::{Error, account::Plan, sandbox::State};
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// From a first session to the first look: whoever waits for an answer has it by then.
+/// From the first look to the first login: whoever waits for an answer has it by then.
 const LET_BE: Duration = Duration::from_secs(5);
-/// Between two attempts at what did not succeed.
-const PAUSE: Duration = Duration::from_secs(10);
+/// Between two attempts at what did not succeed. It goes on writing meanwhile.
+const PAUSE: Duration = Duration::from_secs(3);
 const MIB: u64 = 1 << 20;
 /// A disk with less free grows: more than is written between two looks.
 const SCARCE: u64 = 512 * MIB;
@@ -68,21 +68,29 @@ impl Databases {
     /// For as long as it lives.
     pub(super) async fn keep_room(self: &Arc<Self>, entry: &Arc<Entry>) {
         let mut refuses = None;
+        let mut let_be = None;
         loop {
             sleep(LOOK_EVERY).await;
             let (account, sandbox) = entry.sandbox();
             let runs =
                 matches!(self.sandboxes.state_of(&account, &sandbox), Some((State::Running, _)));
-            // What nobody is connected to does not grow.
-            if !runs || entry.sessions() == 0 {
+            // What nobody is connected to does not grow. Where writes are refused, they are to be taken again before the next
+            // one comes.
+            if !runs || (entry.sessions() == 0 && refuses == Some(false)) {
                 continue;
             }
+            let _in_use = self.sandboxes.unnoticed_use_of(&account, &sandbox);
+            let let_be = *let_be.get_or_insert_with(|| Instant::now() + LET_BE);
             let looked = match refuses {
-                None => self.ask_whether_it_refuses(entry).await,
-                Some(refuses) => self.see_to_room(entry, refuses).await,
+                // Meanwhile it may write.
+                None if Instant::now() < let_be => {
+                    self.see_to_room(entry, false).await.map(|refuses| refuses.then_some(true))
+                }
+                None => self.ask_whether_it_refuses(entry).await.map(Some),
+                Some(refuses) => self.see_to_room(entry, refuses).await.map(Some),
             };
             match looked {
-                Ok(now) => refuses = Some(now),
+                Ok(now) => refuses = now,
                 Err(error) => {
                     tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "failed to see to a database's room");
                     sleep(PAUSE).await;
@@ -93,7 +101,6 @@ impl Databases {
 
     /// PostgreSQL itself remembers, over restarts of both.
     async fn ask_whether_it_refuses(&self, entry: &Entry) -> Result<bool, Error> {
-        sleep(LET_BE).await;
         let _turn = entry.turn.lock().await;
         self.admin(entry).await?.refuses_writes().await
     }

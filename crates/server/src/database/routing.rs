@@ -15,9 +15,9 @@ use tokio::{
 };
 
 use super::{
-    Databases, Entry,
+    DatabaseState, Databases, Entry,
     greeting::{Client, Greeting, refuse, wanted_host},
-    proxy::{NOT_ALLOWED, PAUSE},
+    proxy::{CANNOT_CONNECT_NOW, NOT_ALLOWED, PAUSE},
 };
 
 /// Between tries to have a port that somebody else has.
@@ -89,6 +89,10 @@ impl Databases {
         let (mut client, greeting) = self.greeted(stream, from.ip()).await?;
         // To a sandbox of another account it is as unknown as one that never was.
         let named = self.named(&client).filter(|entry| self.admits(entry, from.ip()));
+        // Until then its names and passwords are those of what it is made of.
+        if named.as_ref().is_some_and(|named| named.look(|row| row.state) != DatabaseState::Ready) {
+            return refuse(client, CANNOT_CONNECT_NOW, "the database is not ready").await;
+        }
         match (named, greeting) {
             (Some(entry), Greeting::Start(message)) => tokio::select! {
                 ended = self.run(&entry, client, from.ip(), &message) => ended,

@@ -31,6 +31,20 @@ pub(crate) struct DatabaseRow {
     pub(crate) created_at: i64,
 }
 
+impl DatabaseRow {
+    /// Its passwords are being changed: PostgreSQL knows the ones or the others.
+    pub(crate) fn is_unsettled(&self) -> bool {
+        self.origin.role == self.credentials.role && self.origin != self.credentials
+    }
+
+    /// It knows its own.
+    pub(crate) fn settle(&mut self) {
+        if self.is_unsettled() {
+            self.origin = self.credentials.clone();
+        }
+    }
+}
+
 const COLUMNS: &str = "id, account, label, size, cpu, always_on, idle_seconds, port, state, error, credentials, origin, \
      cloned_from, created_at, target_time";
 
@@ -129,27 +143,44 @@ mod tests {
     use super::*;
     use crate::db::testing;
 
+    fn row() -> DatabaseRow {
+        DatabaseRow {
+            id: DatabaseId::random(),
+            account: AccountId::default_account(),
+            label: "é \"quoted\"".to_owned(),
+            size: DatabaseSize::FourG,
+            cpu: 2,
+            always_on: false,
+            idle_seconds: 300,
+            port: 65_535,
+            state: DatabaseState::Provisioning,
+            error: None,
+            credentials: Credentials::random(),
+            origin: Credentials::of_template(),
+            cloned_from: Some(DatabaseId::random()),
+            created_at: 1_700_000_000_123,
+            target_time: Some(1_700_000_000_123_456),
+        }
+    }
+
+    #[test]
+    fn passwords_are_unsettled_from_the_change_of_the_row_until_postgresql_knows_them() {
+        let mut row = row();
+        assert!(!row.is_unsettled(), "it is made with names of its own");
+        let before = row.credentials.clone();
+        row.credentials = before.renewed();
+        row.origin = before;
+        assert!(row.is_unsettled());
+        row.settle();
+        assert!(!row.is_unsettled());
+        assert_eq!(row.origin, row.credentials);
+    }
+
     #[tokio::test]
     async fn a_database_comes_back_as_it_went_and_no_two_have_one_port() {
         for database in testing::databases().await {
             let db = Db::connect(database.url()).await.unwrap();
-            let mut row = DatabaseRow {
-                id: DatabaseId::random(),
-                account: AccountId::default_account(),
-                label: "é \"quoted\"".to_owned(),
-                size: DatabaseSize::FourG,
-                cpu: 2,
-                always_on: false,
-                idle_seconds: 300,
-                port: 65_535,
-                state: DatabaseState::Provisioning,
-                error: None,
-                credentials: Credentials::random(),
-                origin: Credentials::of_template(),
-                cloned_from: Some(DatabaseId::random()),
-                created_at: 1_700_000_000_123,
-                target_time: Some(1_700_000_000_123_456),
-            };
+            let mut row = row();
             let tell = |row: &DatabaseRow| {
                 let names = (row.id, row.account.clone(), row.label.clone(), row.cloned_from);
                 let numbers = (row.size, row.cpu, row.always_on, row.idle_seconds, row.port);

@@ -223,7 +223,11 @@ impl Sandboxes {
         }
     }
 
-    async fn wait_for_room(&self, need: &Need, patience: Duration) -> Result<Admitted, Error> {
+    pub(super) async fn wait_for_room(
+        &self,
+        need: &Need,
+        patience: Duration,
+    ) -> Result<Admitted, Error> {
         let admission = &self.admission;
         let until = Instant::now() + patience.min(ROOM_PATIENCE);
         let _waiting = admission.join_queue()?;

@@ -12,11 +12,13 @@ use tokio::net::TcpStream;
 
 use super::{
     Running, Sandboxes,
+    bake::BAKE_PATIENCE,
+    capacity::Need,
     create::{DatabaseBeginning, Made},
     passing::PassingInstant,
     registry::{self, Entry, locked},
     state::{State, Target, Wish},
-    transition::When,
+    transition::{STEP, When},
     usage::InUse,
 };
 use crate::{Error, account::Plan, blocking::blocking, keys::Caller};
@@ -191,8 +193,17 @@ impl Sandboxes {
             State::Stopped | State::Failed => Wish::PowerOn,
             State::Creating | State::Running | State::Paused | State::Hibernated => Wish::Run,
         };
-        self.reach(&entry, wish, Target::Running, When::Asked).await?;
+        // Behind a hibernation that has begun: large memory takes longer to be saved than others wait.
+        self.reach_within(&entry, wish, Target::Running, When::Asked, STEP).await?;
         Ok(in_use)
+    }
+
+    /// What is caught of another for its sake is caught in vain without.
+    ///
+    /// # Errors
+    /// 503 with a time to try again, or 507.
+    pub(crate) async fn room_for(&self, memory_mb: u64) -> Result<(), Error> {
+        self.wait_for_room(&Need::of_clone(memory_mb << 20), BAKE_PATIENCE).await.map(drop)
     }
 
     /// As a use that keeps it from hibernating. It may be in any state.

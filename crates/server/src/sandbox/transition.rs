@@ -15,7 +15,7 @@ use super::{
 use crate::Error;
 
 /// The longest step, which is saving a large machine to a slow disk.
-const STEP: Duration = Duration::from_secs(120);
+pub(super) const STEP: Duration = Duration::from_secs(120);
 /// For the step of someone else's.
 const QUEUE: Duration = Duration::from_secs(25);
 
@@ -63,12 +63,24 @@ impl Sandboxes {
         target: Target,
         when: When,
     ) -> Result<(), Error> {
+        self.reach_within(entry, wish, target, when, QUEUE).await
+    }
+
+    /// `queue`: how long others' steps are waited for, before its own.
+    pub(super) async fn reach_within(
+        &self,
+        entry: &Entry,
+        wish: Wish,
+        target: Target,
+        when: When,
+        queue: Duration,
+    ) -> Result<(), Error> {
         let busy = || {
             Error::busy("something else is just being done to the sandbox; try again shortly", 2)
         };
-        let until = Instant::now() + STEP;
         let _first =
-            tokio::time::timeout(QUEUE, entry.requests.lock()).await.map_err(|_| busy())?;
+            tokio::time::timeout(queue, entry.requests.lock()).await.map_err(|_| busy())?;
+        let until = Instant::now() + STEP;
         // More than once where a step of someone who has gone was still under way, or several lead there.
         loop {
             // Before the look, so that a step which ends in between is not waited for.
