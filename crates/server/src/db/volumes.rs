@@ -126,7 +126,7 @@ impl Db {
     /// The plan does not allow it.
     pub(crate) async fn insert_volume(&self, row: &VolumeRow, plan: &Plan) -> Result<bool, Error> {
         let mut transaction = self.pool().begin().await?;
-        admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
+        admit(&mut transaction, &row.account, plan, &row.amounts(), None).await?;
         let inserted = insert(&mut transaction, row).await?;
         self.meter_volume(&mut transaction, &row.id).await?;
         transaction.commit().await?;
@@ -179,7 +179,7 @@ impl Db {
         let mut transaction = self.pool().begin().await?;
         let more = bytes.saturating_sub(row.size_bytes);
         let more = Amounts { disk_bytes: more, ..Amounts::default() };
-        admit(&mut transaction, &row.account, plan, &more).await?;
+        admit(&mut transaction, &row.account, plan, &more, None).await?;
         sqlx::query("UPDATE volumes SET size_bytes = $2 WHERE id = $1")
             .bind(row.id.to_string())
             .bind(signed(bytes)?)

@@ -91,7 +91,7 @@ impl Volumes {
         let provisioned: u64 = data.iter().map(|other| other.size_bytes).sum();
         self.check_limits(data.len() + 1, provisioned + row.size_bytes)?;
         // Before the bytes are written; it counts when its row is.
-        self.db.check_quota(&row.account, plan, &row.amounts()).await?;
+        self.db.check_quota(&row.account, plan, &row.amounts(), None).await?;
         let (layout, id, bytes) = (self.layout.clone(), row.id, row.size_bytes);
         blocking(move || match source {
             Some(source) => {
