@@ -107,7 +107,7 @@ impl Sandboxes {
         Ok(self.registry.find(account, id)?.look(|row| row.disk_mb) << 20)
     }
 
-    /// Its root disk has so many bytes then; its file system does not know yet. Idempotent.
+    /// Its root disk has at least so many bytes then; its file system does not know yet. Idempotent.
     ///
     /// # Errors
     /// 404 when it is gone, 409 when it does not run, 507 without room; or the plan does not allow it.
@@ -125,7 +125,7 @@ impl Sandboxes {
         let (inside, volume) =
             (entry.inside().ok_or_else(gone)?, entry.root_volume().ok_or_else(gone)?);
         self.admit_bytes(0)?;
-        self.volumes.lengthen_root(account, volume, bytes, plan).await?;
+        let bytes = self.volumes.lengthen_root(account, volume, bytes, plan).await?;
         // Also when its machine does not hear of it: the disk is that long, and the next attempt goes on from there.
         entry.change(|row| row.disk_mb = bytes >> 20);
         inside.machine.resize_root(bytes).await?;
