@@ -9,7 +9,8 @@ use std::{
 
 use api::{
     BootMode, CreateMachine, CreateSandbox, CreateVolume, ErrorCode, Machine, SandboxId,
-    SandboxStatus, Volume, VolumeId, VolumeKind, VolumeMount, VolumeName, VolumeState,
+    SandboxStatus, UpdateVolume, Volume, VolumeId, VolumeKind, VolumeMount, VolumeName,
+    VolumeState,
 };
 use client::{Client, Error, RootDisk};
 use rustix::process::{Pid, Signal, kill_process};
@@ -343,8 +344,12 @@ async fn a_root_disk_is_kept_and_boots_another_machine(host: Host) {
     let (code, message) = refusal(client.create_machine(&booted_from(root.as_str())).await);
     assert!(code == ErrorCode::Conflict && message.contains(&again.id.to_string()), "{message}");
 
+    let larger = UpdateVolume { size_mb: None, size_gb: Some(6) };
+    assert_eq!(refusal(client.update_volume(&root, &larger).await).0, ErrorCode::Conflict);
+    assert_eq!(client.volume(&root).await.unwrap().size_mb, 5120);
     client.stop_machine(&again.id).await.unwrap();
     client.detach_volume(&root, Some(&again.id)).await.unwrap();
+    assert_eq!(client.update_volume(&root, &larger).await.unwrap().size_mb, 6144);
     assert_eq!(client.machine(&again.id).await.unwrap().root_volume_id, None);
     let (code, message) = refusal(client.start_machine(&again.id).await);
     assert!(code == ErrorCode::Conflict && message.contains("root disk"), "{message}");

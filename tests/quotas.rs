@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use api::SandboxId;
+use api::{DatabaseId, DatabaseStatus, SandboxId};
 use client::{Client, Method, SandboxFilter};
 use serde_json::{Value, json};
 use tests::{Answer, Host, Options, Server, pause, suite, until};
@@ -13,6 +13,7 @@ suite! {
     a_machines_root_disk_counts_once_wherever_it_is,
     of_twenty_creates_at_once_ten_are_admitted,
     a_fork_and_a_snapshot_count_before_anything_stands_still,
+    a_database_counts_once_from_when_it_is_asked_for,
     another_plan_holds_within_moments,
     a_settings_file_that_is_wrong_says_where;
     soak:
@@ -192,6 +193,34 @@ async fn a_fork_and_a_snapshot_count_before_anything_stands_still(host: Host) {
     for sandbox in ada.sandboxes(&SandboxFilter::default()).await.unwrap() {
         ada.delete_sandbox(&sandbox.id).await.unwrap();
     }
+    host.end(server).await;
+}
+
+async fn a_database_counts_once_from_when_it_is_asked_for(host: Host) {
+    let _room = host.room(1).await;
+    let (server, _settings) = server_with("[plans.one]\nsandboxes = 1\ntotal_gb = 2\n").await;
+    let ada = server.account("ada", "one").await;
+    let body = json!({});
+    let asks = (0..20).map(|_| post(&ada, "/v1/databases", &body));
+    let answers = futures::future::join_all(asks).await;
+    let (admitted, refused): (Vec<_>, Vec<_>) =
+        answers.into_iter().partition(|answer| answer.status < 300);
+    assert_eq!((admitted.len(), refused.len()), (1, 19));
+    for answer in &refused {
+        is(answer, OVER);
+    }
+    let id: DatabaseId = admitted[0].json()["id"].as_str().unwrap().parse().unwrap();
+    let made = ada.database_ready(&id, ADMITTED).await.unwrap();
+    assert_eq!(made.status, DatabaseStatus::Running, "{made:?}");
+    let clone = format!("/v1/databases/{id}/clone");
+    for path in ["/v1/databases", clone.as_str()] {
+        is(&post(&ada, path, &body).await, OVER);
+    }
+    ada.delete_database(&id).await.unwrap();
+    let another = post(&ada, "/v1/databases", &body).await.json();
+    let another = another["id"].as_str().unwrap().parse().unwrap();
+    ada.database_ready(&another, ADMITTED).await.unwrap();
+    ada.delete_database(&another).await.unwrap();
     host.end(server).await;
 }
 

@@ -34,9 +34,16 @@ pub(super) async fn a_database_is_made_listed_apart_and_kept_with_its_sandbox(ho
     let text = server.get("/v1/databases").await.text();
     assert!(!text.contains(&connection.password));
     let path = format!("/v1/sandboxes/{}", id.sandbox());
-    for list in ["/v1/sandboxes", "/v1/machines"] {
+    for list in ["/v1/sandboxes", "/v1/machines", "/v1/volumes"] {
         assert!(!server.get(list).await.text().contains(&id.to_string()), "{list}");
     }
+    // Nor can its disk be made longer behind it by whoever knows its id.
+    let shown = server.get(&format!("/v1/machines/{id}")).await.json();
+    let root = shown["root_volume_id"].as_str().unwrap();
+    let larger = server.request(Method::PATCH, &format!("/v1/volumes/{root}"));
+    let told = Answer::to(larger.json(&json!({"size_mb": 4096}))).await;
+    assert_eq!(told.refusal(), (409, "conflict".to_owned()));
+    assert_eq!(server.get(&format!("/v1/volumes/{root}")).await.json()["size_mb"], 2048);
     for (method, path) in [
         (Method::DELETE, path.clone()),
         (Method::DELETE, format!("/v1/machines/{id}")),

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     Error,
-    db::DatabaseRow,
+    db::{DatabaseRow, NO_PORT},
     keys::Caller,
     sandbox::{DatabaseBeginning, ExecEvent, State, Target},
 };
@@ -25,6 +25,8 @@ pub(crate) const TEMPLATE: &str = "postgres";
 /// The bake of a size that was never used, beside others under emulation, several times over.
 const PROVISION_DEADLINE: Duration = Duration::from_secs(1200);
 const PROVISION_PAUSE: Duration = Duration::from_millis(500);
+/// Whatever whoever has no room names.
+const LONGEST_PROVISION_PAUSE: Duration = Duration::from_secs(10);
 /// From a running machine to PostgreSQL that takes connections. A recovery that takes longer goes on meanwhile.
 const UP_DEADLINE: Duration = Duration::from_secs(300);
 /// What is late is ended with all that it has started, and a recovery would begin anew: longer than any of them.
@@ -81,6 +83,8 @@ impl Databases {
 
     async fn live(self: &Arc<Self>, entry: &Arc<Entry>, mut listeners: Vec<TcpListener>) {
         if entry.look(|row| row.state) != DatabaseState::Ready {
+            // Others may have its port.
+            drop(listeners);
             return std::future::pending().await;
         }
         let id = entry.id();
@@ -154,11 +158,16 @@ impl Databases {
                 ErrorCode::Unavailable | ErrorCode::CapacityExceeded | ErrorCode::Internal
             );
             tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database is not made yet");
-            if !may_pass || began.elapsed() > PROVISION_DEADLINE {
+            let never_fits = self.sandboxes.is_too_large(entry.look(|row| row.size.memory_mb()));
+            if !may_pass || never_fits || began.elapsed() > PROVISION_DEADLINE {
                 self.give_up(entry, error).await;
                 return;
             }
-            sleep(error.retry_after.unwrap_or(PROVISION_PAUSE).min(PROVISION_PAUSE)).await;
+            let pause = error.retry_after.unwrap_or_default();
+            tokio::select! {
+                () = sleep(pause.clamp(PROVISION_PAUSE, LONGEST_PROVISION_PAUSE)) => {}
+                () = entry.deleted() => return,
+            }
         }
         // Whoever hears that it is ready may name it at once.
         self.tell_sandboxes(entry);
@@ -174,6 +183,11 @@ impl Databases {
         }
         self.forget_root_of(entry).await;
         entry.set_unless_deleted(DatabaseState::Failed, Some(error.message));
+        entry.change(|row| {
+            if row.state == DatabaseState::Failed {
+                row.port = NO_PORT;
+            }
+        });
         self.write_down(entry).await;
     }
 

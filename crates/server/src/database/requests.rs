@@ -13,10 +13,8 @@ use api::{
 
 use super::{Credentials, DatabaseState, Databases, Entry, backup::parse_target};
 use crate::{
-    Error,
-    account::Amounts,
-    clock,
-    db::DatabaseRow,
+    Error, clock,
+    db::{DatabaseRow, NO_PORT},
     keys::Caller,
     sandbox::{DELETE_DEADLINE, State, Target},
 };
@@ -53,7 +51,7 @@ impl Databases {
             cpu,
             always_on: request.always_on.unwrap_or_default(),
             idle_seconds: check_idle(idle_seconds)?,
-            port: 0,
+            port: NO_PORT,
             state: DatabaseState::Provisioning,
             error: None,
             credentials: Credentials::random(),
@@ -71,13 +69,8 @@ impl Databases {
         if let Ok(there) = self.find(&caller.account, &row.id.to_string()) {
             return Ok(self.shown(&there, Secrets::Withheld));
         }
-        let more = Amounts {
-            sandboxes: 1,
-            vcpus: row.cpu.into(),
-            memory_mb: row.size.memory_mb(),
-            ..Amounts::default()
-        };
-        self.db.check_quota(&caller.account, &caller.plan, &more).await?;
+        // Before a port is looked for; it counts when its row is written.
+        self.db.check_quota(&caller.account, &caller.plan, &row.amounts(), None).await?;
         let (databases, caller) = (Arc::clone(self), Caller { ticket: None, ..caller.clone() });
         // Goes on to its end when whoever asked has gone: a row without a keeper would be seen by nobody.
         let task = self.tasks.spawn(async move { databases.place(caller, row).await });
@@ -96,7 +89,7 @@ impl Databases {
             // Somebody else of the host may have it.
             let Ok(listeners) = self.listen(port).await else { continue };
             row.port = port;
-            if !self.db.insert_database(&row).await? {
+            if !self.db.insert_database(&row, &caller.plan).await? {
                 continue;
             }
             let entry = Arc::new(Entry::new(row));
@@ -277,7 +270,7 @@ impl Databases {
             label: label.unwrap_or_else(|| shortened(format!("{} (clone)", source.label))),
             size,
             cpu: if size == source.size { source.cpu } else { size.cpu() },
-            port: 0,
+            port: NO_PORT,
             state: DatabaseState::Provisioning,
             error: None,
             credentials: Credentials::random(),

@@ -3,11 +3,15 @@
 use api::{AccountId, DatabaseId, DatabaseSize};
 use sqlx::{Row as _, any::AnyRow};
 
-use super::{Db, sandboxes::json, signed, unsigned};
+use super::{Db, quotas::admit, sandboxes::json, signed, unsigned};
 use crate::{
     Error,
+    account::{Amounts, Plan},
     database::{Credentials, DatabaseState},
 };
+
+/// What the template gives it, and so what no database has less of.
+const LEAST_DISK_MB: u64 = 2048;
 
 /// Everything that is remembered of a database. Times are milliseconds since 1970.
 #[derive(Clone)]
@@ -19,6 +23,7 @@ pub(crate) struct DatabaseRow {
     pub(crate) cpu: u32,
     pub(crate) always_on: bool,
     pub(crate) idle_seconds: u64,
+    /// [`NO_PORT`]: of one that could not be made.
     pub(crate) port: u16,
     pub(crate) state: DatabaseState,
     pub(crate) error: Option<String>,
@@ -30,6 +35,8 @@ pub(crate) struct DatabaseRow {
     pub(crate) target_time: Option<i64>,
     pub(crate) created_at: i64,
 }
+
+pub(crate) const NO_PORT: u16 = 0;
 
 impl DatabaseRow {
     /// Its passwords are being changed: PostgreSQL knows the ones or the others.
@@ -48,12 +55,34 @@ impl DatabaseRow {
 const COLUMNS: &str = "id, account, label, size, cpu, always_on, idle_seconds, port, state, error, credentials, origin, \
      cloned_from, created_at, target_time";
 
+impl DatabaseRow {
+    /// What it takes of its account's until it has its sandbox, which takes that then.
+    pub(crate) fn amounts(&self) -> Amounts {
+        Amounts {
+            sandboxes: 1,
+            vcpus: self.cpu.into(),
+            memory_mb: self.size.memory_mb(),
+            disk_bytes: LEAST_DISK_MB << 20,
+            ..Amounts::default()
+        }
+    }
+}
+
 impl Db {
     /// False when the port is taken.
-    pub(crate) async fn insert_database(&self, row: &DatabaseRow) -> Result<bool, Error> {
+    ///
+    /// # Errors
+    /// The plan does not allow one more.
+    pub(crate) async fn insert_database(
+        &self,
+        row: &DatabaseRow,
+        plan: &Plan,
+    ) -> Result<bool, Error> {
+        let mut transaction = self.pool().begin().await?;
+        admit(&mut transaction, &row.account, plan, &row.amounts(), None).await?;
         let done = sqlx::query(&format!(
             "INSERT INTO databases ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15) \
-             ON CONFLICT (port) DO NOTHING"
+             ON CONFLICT (port) WHERE port > 0 DO NOTHING"
         ))
         .bind(row.id.to_string())
         .bind(row.account.as_str())
@@ -70,8 +99,9 @@ impl Db {
         .bind(row.cloned_from.map(|id| id.to_string()))
         .bind(row.created_at)
         .bind(row.target_time)
-        .execute(self.pool())
+        .execute(&mut *transaction)
         .await?;
+        transaction.commit().await?;
         Ok(done.rows_affected() == 1)
     }
 
@@ -79,7 +109,7 @@ impl Db {
     pub(crate) async fn update_database(&self, row: &DatabaseRow) -> Result<(), Error> {
         sqlx::query(
             "UPDATE databases SET label = $2, always_on = $3, idle_seconds = $4, state = $5, error = $6, \
-             credentials = $7, origin = $8 WHERE id = $1",
+             credentials = $7, origin = $8, port = $9 WHERE id = $1",
         )
         .bind(row.id.to_string())
         .bind(&row.label)
@@ -89,6 +119,7 @@ impl Db {
         .bind(&row.error)
         .bind(json(&row.credentials))
         .bind(json(&row.origin))
+        .bind(i64::from(row.port))
         .execute(self.pool())
         .await?;
         Ok(())
@@ -187,14 +218,16 @@ mod tests {
                 let state = (row.state, row.error.clone(), row.created_at, row.target_time);
                 (names, numbers, state, row.credentials.clone(), row.origin.clone())
             };
-            assert!(db.insert_database(&row).await.unwrap());
+            let plan = Plan::unlimited();
+            assert!(db.insert_database(&row, &plan).await.unwrap());
             assert_eq!(tell(&db.all_databases().await.unwrap()[0]), tell(&row));
             let other = DatabaseRow { id: DatabaseId::random(), ..row.clone() };
-            assert!(!db.insert_database(&other).await.unwrap());
+            assert!(!db.insert_database(&other, &plan).await.unwrap());
             row = DatabaseRow {
                 label: "other".to_owned(),
                 always_on: true,
                 idle_seconds: 5,
+                port: NO_PORT,
                 state: DatabaseState::Failed,
                 error: Some("why".to_owned()),
                 credentials: Credentials::random(),
@@ -203,6 +236,11 @@ mod tests {
             };
             db.update_database(&row).await.unwrap();
             assert_eq!(tell(&db.all_databases().await.unwrap()[0]), tell(&row));
+            // It has given its port back, and is not the only one that has none.
+            assert!(db.insert_database(&other, &plan).await.unwrap());
+            db.update_database(&DatabaseRow { port: NO_PORT, ..other.clone() }).await.unwrap();
+            assert_eq!(db.all_databases().await.unwrap().len(), 2);
+            db.delete_database(&other.id).await.unwrap();
             db.delete_database(&row.id).await.unwrap();
             db.delete_database(&row.id).await.unwrap();
             assert!(db.all_databases().await.unwrap().is_empty());

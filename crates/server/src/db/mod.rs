@@ -33,7 +33,7 @@ use sqlx::{
 pub(crate) use self::{
     accounts::AccountRow,
     backups::{BaseRow, ChainRow},
-    databases::DatabaseRow,
+    databases::{DatabaseRow, NO_PORT},
     events::EventRow,
     execs::{ExecPlace, ExecRow, ExecSum, ShortOutput},
     keyed::KeyedRow,
@@ -58,6 +58,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (11, "ports", include_str!("migrations/0011_ports.sql")),
     (12, "databases", include_str!("migrations/0012_databases.sql")),
     (13, "backups", include_str!("migrations/0013_backups.sql")),
+    (14, "ports of databases", include_str!("migrations/0014_ports_of_databases.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

@@ -88,7 +88,7 @@ impl Db {
         plan: &Plan,
     ) -> Result<(), Error> {
         let mut transaction = self.pool().begin().await?;
-        admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
+        admit(&mut transaction, &row.account, plan, &row.amounts(), Some(&row.id)).await?;
         if let Some(root) = root {
             volumes::insert_root(&mut transaction, root, &row.id).await?;
             self.meter_volume(&mut transaction, &root.id).await?;

@@ -45,7 +45,7 @@ impl Db {
         let mut transaction = self.pool().begin().await?;
         if let Some(plan) = plan {
             let one = Amounts { snapshots: 1, ..Amounts::default() };
-            admit(&mut transaction, &row.account, plan, &one).await?;
+            admit(&mut transaction, &row.account, plan, &one, None).await?;
         }
         sqlx::query(&format!(
             "INSERT INTO snapshots ({COLUMNS}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)"

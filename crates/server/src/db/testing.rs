@@ -1,6 +1,7 @@
 //! Databases for tests: a SQLite file, and a PostgreSQL cluster of its own that ends with the test process.
 
 use std::{
+    collections::BTreeMap,
     fs,
     os::unix::fs::PermissionsExt,
     path::PathBuf,
@@ -8,7 +9,15 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
+use api::{AccountId, DatabaseId, DatabaseSize, NetworkPolicy, SandboxId};
+use machine::network::Traffic;
 use tokio::sync::OnceCell;
+
+use super::{DatabaseRow, SandboxRow};
+use crate::{
+    database::{Credentials, DatabaseState},
+    sandbox::{State, Target},
+};
 
 pub(crate) enum Database {
     Sqlite { url: String, _directory: tempfile::TempDir },
@@ -53,6 +62,61 @@ async fn postgres() -> Database {
         .await;
     assert!(made.is_ok_and(|status| status.success()), "createdb failed");
     Database::Postgres { url: format!("postgres:///{name}?host={socket}&user=postgres") }
+}
+
+/// One that is being made.
+pub(crate) fn database_row(port: u16) -> DatabaseRow {
+    DatabaseRow {
+        id: DatabaseId::random(),
+        account: AccountId::default_account(),
+        label: String::new(),
+        size: DatabaseSize::OneG,
+        cpu: 1,
+        always_on: false,
+        idle_seconds: 300,
+        port,
+        state: DatabaseState::Provisioning,
+        error: None,
+        credentials: Credentials::random(),
+        origin: Credentials::of_template(),
+        cloned_from: None,
+        target_time: None,
+        created_at: 1,
+    }
+}
+
+/// A database's.
+pub(crate) fn sandbox_row(id: SandboxId) -> SandboxRow {
+    SandboxRow {
+        id,
+        account: AccountId::default_account(),
+        template: "postgres".parse().expect("it is a template's name"),
+        bake: "key".to_owned(),
+        from_snapshot: None,
+        cpu: 1,
+        memory_mb: 1024,
+        disk_mb: 2048,
+        state: State::Creating,
+        target: Target::Running,
+        metadata: BTreeMap::new(),
+        environment: BTreeMap::new(),
+        created_at: 1,
+        ttl_seconds: None,
+        expires_at: None,
+        ttl_left_ms: None,
+        idle_seconds: None,
+        slot: None,
+        boot_ms: 0,
+        error: None,
+        network: NetworkPolicy::default(),
+        past_traffic: Traffic::default(),
+        name: None,
+        durable: true,
+        keeps_root: false,
+        cold_boot: false,
+        managed: true,
+        databases: Vec::new(),
+    }
 }
 
 /// Debian keeps the server's programs off the PATH.

@@ -126,7 +126,7 @@ impl Db {
     /// The plan does not allow it.
     pub(crate) async fn insert_volume(&self, row: &VolumeRow, plan: &Plan) -> Result<bool, Error> {
         let mut transaction = self.pool().begin().await?;
-        admit(&mut transaction, &row.account, plan, &row.amounts()).await?;
+        admit(&mut transaction, &row.account, plan, &row.amounts(), None).await?;
         let inserted = insert(&mut transaction, row).await?;
         self.meter_volume(&mut transaction, &row.id).await?;
         transaction.commit().await?;
@@ -137,6 +137,21 @@ impl Db {
     pub(crate) async fn volumes(&self, account: &AccountId) -> Result<Vec<VolumeRow>, Error> {
         let rows = sqlx::query(&format!(
             "SELECT {COLUMNS} FROM volumes WHERE account = $1 ORDER BY created_at, id"
+        ))
+        .bind(account.as_str())
+        .fetch_all(self.pool())
+        .await?;
+        rows.iter().map(volume).collect()
+    }
+
+    /// The same without the disks of databases, which are shown nowhere.
+    pub(crate) async fn shown_volumes(&self, account: &AccountId) -> Result<Vec<VolumeRow>, Error> {
+        let rows = sqlx::query(&format!(
+            "SELECT {COLUMNS} FROM volumes WHERE account = $1 AND NOT (kind = 'root' AND (\
+                 EXISTS (SELECT 1 FROM databases WHERE databases.id = volumes.id) \
+                 OR EXISTS (SELECT 1 FROM attachments JOIN sandboxes ON sandboxes.id = attachments.sandbox \
+                     WHERE attachments.volume = volumes.id AND managed = 1))) \
+             ORDER BY created_at, id"
         ))
         .bind(account.as_str())
         .fetch_all(self.pool())
@@ -179,7 +194,7 @@ impl Db {
         let mut transaction = self.pool().begin().await?;
         let more = bytes.saturating_sub(row.size_bytes);
         let more = Amounts { disk_bytes: more, ..Amounts::default() };
-        admit(&mut transaction, &row.account, plan, &more).await?;
+        admit(&mut transaction, &row.account, plan, &more, None).await?;
         sqlx::query("UPDATE volumes SET size_bytes = $2 WHERE id = $1")
             .bind(row.id.to_string())
             .bind(signed(bytes)?)
@@ -361,7 +376,7 @@ fn attachment(row: &AnyRow) -> Result<AttachmentRow, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::db::testing;
+    use crate::db::{SandboxRow, testing};
 
     fn hold(volume: &VolumeRow, slot: u8, read_only: bool) -> AttachmentRow {
         AttachmentRow {
@@ -446,6 +461,36 @@ mod tests {
             let held = outcomes.iter().filter(|outcome| **outcome == Claim::Held).count();
             assert_eq!(held, 1, "{outcomes:?}");
             assert_eq!(db.all_attachments().await.unwrap().len(), 2);
+            db.close().await;
+        }
+    }
+
+    #[tokio::test]
+    async fn the_disks_of_databases_are_not_shown() {
+        for database in testing::databases().await {
+            let db = Db::connect(database.url()).await.unwrap();
+            let plan = Plan::unlimited();
+            let root = |name: &str| VolumeRow { kind: VolumeKind::Root, ..row(name) };
+            let of_database = testing::sandbox_row(SandboxId::random());
+            let machine =
+                SandboxRow { managed: false, ..testing::sandbox_row(SandboxId::random()) };
+            let of_machine = root("of-machine");
+            db.insert_sandbox(&of_database, Some(&root("of-database")), &plan).await.unwrap();
+            db.insert_sandbox(&machine, Some(&of_machine), &plan).await.unwrap();
+            // Of a clone that is being made.
+            let clone = testing::database_row(5000);
+            assert!(db.insert_database(&clone, &plan).await.unwrap());
+            let id = clone.id.to_string().parse().unwrap();
+            let awaited = VolumeRow { id, ..root("awaited") };
+            let (kept, data) = (root("kept"), row("data"));
+            for volume in [&awaited, &kept, &data] {
+                assert!(db.insert_volume(volume, &plan).await.unwrap());
+            }
+            let account = AccountId::default_account();
+            assert_eq!(db.volumes(&account).await.unwrap().len(), 5);
+            let shown = db.shown_volumes(&account).await.unwrap();
+            assert_eq!(shown.len(), 3);
+            assert!([of_machine, kept, data].iter().all(|volume| shown.contains(volume)));
             db.close().await;
         }
     }

@@ -223,6 +223,13 @@ impl Sandboxes {
         }
     }
 
+    /// More memory than could be given to one on an empty host.
+    pub(crate) fn is_too_large(&self, memory_mb: u64) -> bool {
+        let need = Need::of_clone(memory_mb << 20);
+        let fits = |usage: Usage| self.admission.limits.admit(&usage, &need);
+        self.usage().is_ok_and(|usage| fits(usage) == Err(Shortage::TooLarge))
+    }
+
     pub(super) async fn wait_for_room(
         &self,
         need: &Need,
@@ -487,8 +494,10 @@ mod tests {
         assert_eq!(refused.code, ErrorCode::CapacityExceeded);
         tokio::time::resume();
         let huge = Need { promised: 1 << 50, ..NEED };
-        let refused = host(one_machine()).await.sandboxes.admit(huge, PATIENT).await.unwrap_err();
+        let host = host(one_machine()).await;
+        let refused = host.sandboxes.admit(huge, PATIENT).await.unwrap_err();
         assert_eq!(refused.code, ErrorCode::CapacityExceeded);
+        assert!(host.sandboxes.is_too_large(1 << 30) && !host.sandboxes.is_too_large(256));
     }
 
     #[tokio::test]

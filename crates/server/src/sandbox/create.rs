@@ -269,17 +269,18 @@ impl Sandboxes {
             (RootWish::Kept(volume), ..) => {
                 let origin = disk_origin(volume, &request)?;
                 // Its disk is counted already.
-                self.check_quota(caller, &one_of(origin.cpu, origin.memory_mb, 0)).await?;
+                let one = one_of(origin.cpu, origin.memory_mb, 0);
+                self.check_quota(caller, &one, Some(&id)).await?;
                 origin
             }
             (RootWish::Own | RootWish::Volume, Some((row, saved)), _) => {
-                self.instant_origin(caller, row, saved).await?
+                self.instant_origin(caller, &id, row, saved).await?
             }
-            (RootWish::Own | RootWish::Volume, None, Some(id)) => {
-                self.snapshot_origin(caller, id).await?
+            (RootWish::Own | RootWish::Volume, None, Some(snapshot)) => {
+                self.snapshot_origin(caller, &id, snapshot).await?
             }
             (RootWish::Own | RootWish::Volume, None, None) => {
-                self.template_origin(caller, &request, began).await?
+                self.template_origin(caller, &id, &request, began).await?
             }
         };
         // What the source was shut off from, a sandbox of its snapshot is not let at because nobody thought of it.
@@ -320,21 +321,28 @@ impl Sandboxes {
     }
 
     /// The snapshot decides on template and sizes: the published clients name a template all the same.
-    async fn snapshot_origin(&self, caller: &Caller, id: &str) -> Result<Origin, Error> {
+    async fn snapshot_origin(
+        &self,
+        caller: &Caller,
+        new: &SandboxId,
+        id: &str,
+    ) -> Result<Origin, Error> {
         let id = id
             .parse()
             .map_err(|_| Error::not_found("`from_snapshot`: there is no snapshot with this id"))?;
         let (row, saved) = self.saved_snapshot(&caller.account, &id).await?;
-        self.instant_origin(caller, row, saved).await
+        self.instant_origin(caller, new, row, saved).await
     }
 
     async fn instant_origin(
         &self,
         caller: &Caller,
+        new: &SandboxId,
         row: SnapshotRow,
         saved: Arc<SavedMachine>,
     ) -> Result<Origin, Error> {
-        self.check_quota(caller, &one_of(row.cpu, row.memory_mb, row.disk_mb)).await?;
+        let one = one_of(row.cpu, row.memory_mb, row.disk_mb);
+        self.check_quota(caller, &one, Some(new)).await?;
         Ok(Origin {
             template: row.template,
             saved: Some(saved),
@@ -349,6 +357,7 @@ impl Sandboxes {
     async fn template_origin(
         &self,
         caller: &Caller,
+        new: &SandboxId,
         request: &CreateSandbox,
         began: Instant,
     ) -> Result<Origin, Error> {
@@ -365,7 +374,7 @@ impl Sandboxes {
         let memory_mb = pick_memory(request.memory_mb, defaults.memory_mb)?;
         let disk_mb = pick("disk_mb", " (MiB)", request.disk_mb, defaults.disk_mb, &DISK_MIB)?;
         // What is refused in the end need not be baked.
-        self.check_quota(caller, &one_of(cpu, memory_mb, disk_mb)).await?;
+        self.check_quota(caller, &one_of(cpu, memory_mb, disk_mb), Some(new)).await?;
         self.could_ever_fit(&Need::of_clone(memory_mb << 20))?;
         let template = self.templates.built(account, &name, BAKE_PATIENCE).await?;
         if disk_mb < template.disk_mb {
@@ -389,11 +398,17 @@ impl Sandboxes {
     }
 
     /// Before anything is waited for. What is admitted counts when its row is written, where this is checked again.
+    /// `sandbox`: that is to be made, if it is one.
     ///
     /// # Errors
     /// The plan does not allow so much more.
-    pub(super) async fn check_quota(&self, caller: &Caller, more: &Amounts) -> Result<(), Error> {
-        self.db.check_quota(&caller.account, &caller.plan, more).await
+    pub(super) async fn check_quota(
+        &self,
+        caller: &Caller,
+        more: &Amounts,
+        sandbox: Option<&SandboxId>,
+    ) -> Result<(), Error> {
+        self.db.check_quota(&caller.account, &caller.plan, more, sandbox).await
     }
 
     /// Goes on to its end when whoever asked has gone: a volume is not left claimed for nobody.

@@ -181,7 +181,7 @@ impl Sandboxes {
 
         // Refused before the parent stands still for it; each counts when its row is written.
         let all = parent.look(SandboxRow::amounts).times(ids.children.len() as u64);
-        self.check_quota(caller, &all).await?;
+        self.check_quota(caller, &all, None).await?;
         let _under_way = self.pool.create_under_way();
         let (count, is_taken) = (ids.children.len(), AtomicBool::new(false));
         let taking = async {

@@ -109,7 +109,7 @@ impl Sandboxes {
         Ok(self.registry.find(account, id)?.look(|row| row.disk_mb) << 20)
     }
 
-    /// Its root disk has so many bytes then; its file system does not know yet. Idempotent.
+    /// Its root disk has at least so many bytes then; its file system does not know yet. Idempotent.
     ///
     /// # Errors
     /// 404 when it is gone, 409 when it does not run, 507 without room; or the plan does not allow it.
@@ -127,7 +127,7 @@ impl Sandboxes {
         let (inside, volume) =
             (entry.inside().ok_or_else(gone)?, entry.root_volume().ok_or_else(gone)?);
         self.admit_bytes(0)?;
-        self.volumes.lengthen_root(account, volume, bytes, plan).await?;
+        let bytes = self.volumes.lengthen_root(account, volume, bytes, plan).await?;
         // Also when its machine does not hear of it: the disk is that long, and the next attempt goes on from there.
         entry.change(|row| row.disk_mb = bytes >> 20);
         inside.machine.resize_root(bytes).await?;
@@ -220,9 +220,12 @@ impl Sandboxes {
         Ok(self.registry.find(account, id)?.usage.begin_unnoticed())
     }
 
-    /// Its inside; it has to run.
+    /// Its inside, for what the server does there on its own behalf: no use of it, and in no list. It has to run.
     pub(crate) fn inside_now(&self, account: &AccountId, id: &SandboxId) -> Result<Running, Error> {
-        self.running_already(account, id)
+        let entry = self.registry.find(account, id)?;
+        let in_use = entry.usage.begin_unnoticed();
+        entry.accept(Wish::Inside, self.clock.steady_ms())?;
+        Ok(self.inside_of(&entry, in_use)?.unrecorded())
     }
 
     /// A port of its guest. `None` while it does not run.

@@ -161,6 +161,14 @@ pub struct Running {
     pub(crate) in_use: Option<Arc<InUse>>,
 }
 
+impl Running {
+    /// For what the server runs there on its own behalf: it is neither among the sandbox's execs nor in its log.
+    #[must_use]
+    pub(crate) fn unrecorded(self) -> Self {
+        Self { logs: Arc::default(), execs: None, ..self }
+    }
+}
+
 impl Sandboxes {
     /// # Errors
     /// The host cannot be measured.

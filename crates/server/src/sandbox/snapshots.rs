@@ -73,7 +73,7 @@ impl Sandboxes {
         }
         let entry = self.registry.find(&caller.account, id)?;
         let one = Amounts { snapshots: 1, ..Amounts::default() };
-        self.check_quota(caller, &one).await?;
+        self.check_quota(caller, &one, None).await?;
         let of = Purpose::Kept(Arc::clone(&caller.plan));
         let row = self.take_snapshot(&entry, new, name, of).await?;
         self.tell(&entry, EventKind::Snapshotted, Some(row.id.to_string()));

@@ -16,7 +16,13 @@ use super::{
     registry::{self, Entry, locked},
     state::{Refusal, State, Wish},
 };
-use crate::{Error, blocking::blocking, db::AttachmentRow, keys::Caller, volume::Growth};
+use crate::{
+    Error,
+    blocking::blocking,
+    db::{AttachmentRow, ROOT_SLOT},
+    keys::Caller,
+    volume::Growth,
+};
 
 /// Processes that hold a volume are asked to end, then ended.
 const RELEASE_GRACE_MS: u32 = 500;
@@ -116,6 +122,20 @@ fn checked_path(index: usize, path: &str) -> Result<String, Error> {
             Err(refuse("must not be `/`, nor lie below `/proc`, `/sys` or `/dev`"))
         }
         Some(_) => Ok(format!("/{}", parts.join("/"))),
+    }
+}
+
+/// Its file system grows where nobody runs from it, or by its database's keeper.
+fn refuse_root(held: &AttachmentRow, managed: bool) -> Result<(), Error> {
+    let id = held.sandbox;
+    match (held.slot, managed) {
+        (ROOT_SLOT, true) => Err(Error::conflict(format!(
+            "this volume is the disk of database {id}, which grows it by itself; see /v1/databases/{id}"
+        ))),
+        (ROOT_SLOT, false) => Err(Error::conflict(format!(
+            "the volume is the root disk of machine {id}; stop that first and detach the disk, which can grow then and be attached again"
+        ))),
+        (_, _) => Ok(()),
     }
 }
 
@@ -233,7 +253,7 @@ impl Sandboxes {
     }
 
     /// # Errors
-    /// 400 for less than it has; 409 where its file system cannot be told.
+    /// 400 for less than it has; 409 where its file system cannot be told, and for the root disk that a machine has.
     pub async fn grow_volume(
         &self,
         caller: &Caller,
@@ -246,6 +266,7 @@ impl Sandboxes {
             Growth::Attached { held, bytes } => (held, bytes),
         };
         let entry = self.registry.find(account, &held.sandbox)?;
+        refuse_root(&held, entry.look(|row| row.managed))?;
         let _in_use = match entry.check(Wish::Inside, self.clock.steady_ms()) {
             Err(Refusal::Paused) => entry.usage.begin(),
             Ok(()) | Err(_) => self.awake(&entry).await?,
@@ -285,6 +306,23 @@ mod tests {
 
     fn wish(name: &str, read_only: bool, mount_path: Option<&str>) -> VolumeMount {
         VolumeMount { name: name.to_owned(), read_only, mount_path: mount_path.map(str::to_owned) }
+    }
+
+    #[test]
+    fn a_root_disk_that_a_machine_has_is_not_made_longer_behind_it() {
+        let held = |slot| AttachmentRow {
+            volume: api::VolumeId::random(),
+            sandbox: SandboxId::random(),
+            slot,
+            read_only: false,
+            mount_path: String::new(),
+            name: "v".parse().unwrap(),
+        };
+        for managed in [false, true] {
+            let refused = refuse_root(&held(ROOT_SLOT), managed).unwrap_err();
+            assert_eq!(refused.code, api::ErrorCode::Conflict);
+            assert!(refuse_root(&held(0), managed).is_ok());
+        }
     }
 
     #[test]

@@ -91,7 +91,7 @@ impl Volumes {
         let provisioned: u64 = data.iter().map(|other| other.size_bytes).sum();
         self.check_limits(data.len() + 1, provisioned + row.size_bytes)?;
         // Before the bytes are written; it counts when its row is.
-        self.db.check_quota(&row.account, plan, &row.amounts()).await?;
+        self.db.check_quota(&row.account, plan, &row.amounts(), None).await?;
         let (layout, id, bytes) = (self.layout.clone(), row.id, row.size_bytes);
         blocking(move || match source {
             Some(source) => {
@@ -202,22 +202,30 @@ impl Volumes {
         Ok(())
     }
 
-    /// The disk of a sandbox that runs from it: as [`Volumes::lengthen`].
+    /// The disk of a sandbox that runs from it: as [`Volumes::lengthen`]. How many bytes it has then: one that is longer
+    /// already has grown before, and its row did not hear of that.
     pub(crate) async fn lengthen_root(
         &self,
         account: &AccountId,
         id: VolumeId,
         bytes: u64,
         plan: &Plan,
-    ) -> Result<(), Error> {
+    ) -> Result<u64, Error> {
         let _turn = self.sizes.lock().await;
         let mut row = self.find(account, &id.to_string()).await?;
-        if row.size_bytes == bytes {
-            return Ok(());
+        let layout = self.layout.clone();
+        let has = blocking(move || store::volume::bytes(&layout, &id)).await?;
+        if has > row.size_bytes {
+            self.db.set_volume_size(&row, has, &Plan::unlimited()).await?;
+            row.size_bytes = has;
+        }
+        if has >= bytes {
+            return Ok(has);
         }
         let layout = self.layout.clone();
         let grow = blocking(move || store::volume::grow(&layout, &id, bytes));
-        self.grow_with(&mut row, bytes, plan, grow).await
+        self.grow_with(&mut row, bytes, plan, grow).await?;
+        Ok(bytes)
     }
 
     async fn check_growth(&self, row: &VolumeRow, bytes: u64) -> Result<(), Error> {
@@ -300,4 +308,56 @@ impl Volumes {
 
 fn name_taken(row: &VolumeRow) -> Error {
     Error::conflict(format!("there is a volume named `{}` already; choose another name", row.name))
+}
+
+#[cfg(test)]
+mod tests {
+    use store::Layout;
+
+    use super::*;
+    use crate::{
+        clock::Clock,
+        config::Config,
+        db::{Db, testing},
+    };
+
+    const MIB: u64 = 1 << 20;
+
+    #[tokio::test]
+    async fn a_root_disk_that_is_longer_than_its_row_says_has_grown_and_goes_on_growing() {
+        let (database, directory) = (testing::sqlite(), tempfile::tempdir().unwrap());
+        let db = Db::connect(database.url()).await.unwrap();
+        let layout = Layout::create(directory.path().join("data"), directory.path().join("cache"));
+        let layout = layout.unwrap();
+        let limits = Config::testing().volumes;
+        let volumes = Volumes::new(db.clone(), Clock::default(), layout.clone(), limits);
+        let (account, id) = (AccountId::default_account(), VolumeId::random());
+        let row = VolumeRow {
+            id,
+            account: account.clone(),
+            name: "root".parse().unwrap(),
+            kind: VolumeKind::Root,
+            size_bytes: 32 * MIB,
+            created_at: 1,
+            template: None,
+        };
+        store::volume::create(&layout, &id, 32 * MIB).unwrap();
+        assert!(db.insert_volume(&row, &Plan::unlimited()).await.unwrap());
+        store::volume::grow(&layout, &id, 64 * MIB).unwrap();
+        let sizes = async || {
+            let row = volumes.find(&account, &id.to_string()).await.unwrap();
+            (row.size_bytes, store::volume::bytes(&layout, &id).unwrap())
+        };
+        for (asked, has) in [(48, 64), (64, 64), (96, 96), (96, 96)] {
+            let plan = Plan::unlimited();
+            let grown = volumes.lengthen_root(&account, id, asked * MIB, &plan).await.unwrap();
+            assert_eq!((grown, sizes().await), (has * MIB, (has * MIB, has * MIB)), "{asked}");
+        }
+        // A server has died between row and disk.
+        db.set_volume_size(&row, 128 * MIB, &Plan::unlimited()).await.unwrap();
+        let plan = Plan::unlimited();
+        let grown = volumes.lengthen_root(&account, id, 128 * MIB, &plan).await.unwrap();
+        assert_eq!((grown, sizes().await), (128 * MIB, (128 * MIB, 128 * MIB)));
+        db.close().await;
+    }
 }

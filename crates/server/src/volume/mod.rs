@@ -127,12 +127,13 @@ impl Volumes {
         Ok(shown(&row, &holders))
     }
 
-    /// Oldest first.
+    /// Oldest first, without the disks of databases.
     ///
     /// # Errors
     /// The database is away.
     pub async fn list(&self, account: &AccountId) -> Result<Vec<Volume>, Error> {
-        let (rows, holders) = (self.db.volumes(account).await?, self.db.all_attachments().await?);
+        let rows = self.db.shown_volumes(account).await?;
+        let holders = self.db.all_attachments().await?;
         Ok(rows
             .iter()
             .map(|row| {

@@ -200,23 +200,20 @@ impl Databases {
         // It would lead to no time before itself.
         let wants_base = urge != Urge::Always && (is_base_due || !has_base);
         // Others may be made for long: the log goes on meanwhile.
-        if wants_base && let Ok(permit) = self.backups.bases.try_acquire() {
+        let permit = wants_base.then(|| self.backups.bases.try_acquire().ok()).flatten();
+        let has_new = look.has_new(&turn.chain);
+        let is_time = look.is_time(&turn.chain, urge, self.backups.settings.archive_after);
+        // Ahead of a base backup, which may fail or last: those before it lead to every time until now all the same. The
+        // first one has none before it, and ends with a mark of its own.
+        if is_time && (has_base || permit.is_none()) {
+            self.mark(&mut turn).await?;
+        }
+        if permit.is_some() {
             self.make_base(&mut turn).await?;
             drop(permit);
             self.remove_outdated(entry, store).await?;
             *session = Some(turn.admin);
             return Ok(Archived::All);
-        }
-        let has_new = turn.chain.transactions.as_deref() != Some(look.transactions.as_str());
-        let waits_since = turn.chain.archived_until.unwrap_or_default();
-        let patience = self.backups.settings.archive_after;
-        let is_time = match urge {
-            Urge::Later => has_new && i128::from(look.now - waits_since) >= millis(patience),
-            Urge::Now => has_new,
-            Urge::Always => true,
-        };
-        if is_time {
-            self.mark(&mut turn).await?;
         }
         *session = Some(turn.admin);
         Ok(archived(wants_base, has_new && !is_time))
@@ -287,8 +284,18 @@ impl Databases {
         Ok(())
     }
 
+    /// While a base backup is made: the log goes on as it does without one.
+    pub(super) async fn keep_up(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
+        let look = Look::at(&turn.admin).await?;
+        self.fetch(turn, look.flushed).await?;
+        if look.is_time(&turn.chain, Urge::Later, self.backups.settings.archive_after) {
+            self.mark(turn).await?;
+        }
+        Ok(())
+    }
+
     /// All that is complete now.
-    pub(super) async fn fetch_complete(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
+    async fn fetch_complete(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
         let look = Look::at(&turn.admin).await?;
         self.fetch(turn, look.flushed).await
     }
@@ -300,7 +307,7 @@ impl Databases {
         for segment in chain.next_segment..until.segment() {
             let path = format!("pg_wal/{}", wal::file_name(chain.timeline, segment));
             self.admit_to_store(SEGMENT_BYTES)?;
-            let mut upload = store.upload(&segment_name(&id, chain, segment));
+            let mut upload = store.upload(&segment_name(&id, chain, segment), SEGMENT_BYTES);
             let copied = async {
                 for offset in
                     (0..SEGMENT_BYTES).step_by(usize::try_from(PIECE).unwrap_or(usize::MAX))
@@ -351,6 +358,21 @@ impl Databases {
 }
 
 impl Look {
+    /// Since the last mark.
+    fn has_new(&self, chain: &ChainRow) -> bool {
+        chain.transactions.as_deref() != Some(self.transactions.as_str())
+    }
+
+    /// For another mark.
+    fn is_time(&self, chain: &ChainRow, urge: Urge, patience: Duration) -> bool {
+        let waited = i128::from(self.now - chain.archived_until.unwrap_or_default());
+        match urge {
+            Urge::Later => self.has_new(chain) && waited >= millis(patience),
+            Urge::Now => self.has_new(chain),
+            Urge::Always => true,
+        }
+    }
+
     async fn at(admin: &Admin) -> Result<Self, Error> {
         let row = admin.row(LOOK).await?;
         let text = |column: usize| row.get(column).and_then(Option::as_deref).unwrap_or_default();
@@ -410,6 +432,31 @@ fn signed(bytes: u64) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_mark_follows_what_is_new_when_it_has_waited_or_at_once() {
+        let chain = ChainRow {
+            chain: 1,
+            timeline: 1,
+            next_segment: 7,
+            archived_until: Some(10_000),
+            transactions: Some("7:7:".to_owned()),
+        };
+        let look = |transactions: &str, now| Look {
+            flushed: Lsn(0),
+            transactions: transactions.to_owned(),
+            timeline: 1,
+            now,
+            slot: None,
+        };
+        let is_time = |look: &Look| {
+            [Urge::Later, Urge::Now, Urge::Always]
+                .map(|urge| look.is_time(&chain, urge, Duration::from_secs(60)))
+        };
+        assert_eq!(is_time(&look("7:7:", 90_000)), [false, false, true]);
+        assert_eq!(is_time(&look("7:8:", 69_999)), [false, true, true]);
+        assert_eq!(is_time(&look("7:8:", 70_000)), [true, true, true]);
+    }
 
     #[test]
     fn a_database_whose_base_backup_has_to_wait_is_not_done() {

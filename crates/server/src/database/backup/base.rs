@@ -79,7 +79,8 @@ impl Databases {
         }
         let name = base_name(&entry.id(), turn.chain.chain, base);
         let first_segment = backup.start.segment();
-        let mut upload = store.upload(&format!("{name}/{ARCHIVE}"));
+        let most = most_bytes(self.disk_of(entry)?);
+        let mut upload = store.upload(&format!("{name}/{ARCHIVE}"), most);
         let copied = self.copy_archive(turn, &mut backup, &mut upload);
         let manifest = match copied.await {
             Ok(manifest) => manifest,
@@ -134,7 +135,7 @@ impl Databases {
             }
             // PostgreSQL keeps only so much of it, and a copy may take hours.
             if fetched.elapsed() >= FETCH_EVERY {
-                self.fetch_complete(turn).await?;
+                self.keep_up(turn).await?;
                 fetched = Instant::now();
             }
         };

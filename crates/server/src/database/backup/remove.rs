@@ -26,18 +26,25 @@ impl Databases {
 
     /// Runs as long as the server.
     pub(in crate::database) async fn remove_backups(self: Arc<Self>) {
-        loop {
-            // Without one, as in a server that makes no backups now, the rows wait for it.
-            if let Some(store) = &self.backups.store
-                && let Err(error) = self.remove_all_backups(store).await
-            {
-                tracing::warn!(%error, cause = error.causes(), "failed to look for backups of deleted databases");
-            }
+        while !self.closed.is_cancelled() {
             tokio::select! {
-                () = self.backups.removed.notified() => {}
-                () = tokio::time::sleep(AGAIN_EVERY) => {}
-                () = self.closed.cancelled() => return,
+                () = self.remove_backups_until_more() => {}
+                () = self.closed.cancelled() => {}
             }
+        }
+    }
+
+    /// What there is, until there may be more of it.
+    async fn remove_backups_until_more(&self) {
+        // Without one, as in a server that makes no backups now, the rows wait for it.
+        if let Some(store) = &self.backups.store
+            && let Err(error) = self.remove_all_backups(store).await
+        {
+            tracing::warn!(%error, cause = error.causes(), "failed to look for backups of deleted databases");
+        }
+        tokio::select! {
+            () = self.backups.removed.notified() => {}
+            () = tokio::time::sleep(AGAIN_EVERY) => {}
         }
     }
 
@@ -58,6 +65,8 @@ impl Databases {
     }
 
     async fn remove_backups_of(&self, id: &DatabaseId, store: &BackupStore) -> Result<(), Error> {
+        // What its keeper was uploading when it ended comes to an end of its own, and would lie there for ever.
+        store.settled(&id.to_string()).await?;
         store.remove(&id.to_string()).await?;
         self.db.forget_backups(id).await
     }

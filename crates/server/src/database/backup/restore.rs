@@ -101,13 +101,13 @@ impl Databases {
         target: i64,
     ) -> Result<(), Error> {
         let row = entry.row();
-        let source = self.find(&row.account, &source.to_string())?;
-        let origin = source.look(|row| row.credentials.clone());
         let (account, sandbox) = entry.sandbox();
-        // Known to its row once all of it is there.
-        if row.origin.role == origin.role && self.sandboxes.state_of(&account, &sandbox).is_some() {
+        // Ahead of its source, which it no longer needs then and which may be gone.
+        if is_filled(&row.origin) && self.sandboxes.state_of(&account, &sandbox).is_some() {
             return Ok(());
         }
+        let source = self.find(&row.account, &source.to_string())?;
+        let origin = source.look(|row| row.credentials.clone());
         let Some(store) = &self.backups.store else {
             return Err(Error::conflict("this server keeps no backups"));
         };
@@ -226,6 +226,11 @@ impl Databases {
     }
 }
 
+/// Whether all of the backup is there: only then its row is told what is in it.
+fn is_filled(origin: &Credentials) -> bool {
+    *origin != Credentials::of_template()
+}
+
 async fn write(
     inside: &Running,
     name: &str,
@@ -260,6 +265,12 @@ fn written(target: i64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_clone_whose_row_knows_what_is_in_it_needs_no_source() {
+        assert!(!is_filled(&Credentials::of_template()));
+        assert!(is_filled(&Credentials::random()));
+    }
 
     #[test]
     fn a_target_is_read_to_the_microsecond_in_any_zone() {

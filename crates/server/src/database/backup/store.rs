@@ -22,6 +22,7 @@ use object_store::{
 use tokio::{
     io::{AsyncRead, AsyncWriteExt},
     runtime::Handle,
+    sync::watch,
     time::timeout,
 };
 use tokio_util::io::StreamReader;
@@ -33,14 +34,21 @@ use crate::{Error, database::settings::BackupPlace};
 const FOLDER: &str = "database-backups";
 /// For one piece of an upload, the crate's own repetitions included; and for a request without content.
 const PIECE_DEADLINE: Duration = Duration::from_secs(300);
-/// What a base backup's piece has in memory.
-const UPLOAD_PIECE: usize = 8 << 20;
-const UPLOADS_AT_ONCE: usize = 2;
+/// Of what is uploaded in parts, which are all of the same size: not every storage takes others.
+const UPLOAD_PIECE: std::ops::RangeInclusive<u64> = 8 * MIB..=64 * MIB;
+/// S3 takes 10 000.
+const MOST_PIECES: u64 = 9_000;
+/// On their way at once, of one upload.
+const UPLOADED_AT_ONCE: u64 = 32 * MIB;
+const UPLOADS_AT_ONCE: u64 = 2;
+/// For what is under way to end, each within its own deadline.
+const SETTLED_DEADLINE: Duration = Duration::from_secs(660);
 /// Of one request: the crate gives each half a minute, with all that it answers.
 const DOWNLOAD_PIECE: u64 = 8 << 20;
 const DOWNLOADS_AT_ONCE: usize = 2;
 /// Of the environment, what is meant for the storage.
 const VARIABLES: &str = "AWS_";
+const MIB: u64 = 1 << 20;
 /// Above a server's databases, in a storage that may hold other things.
 const ABOVE: &str = "databases";
 
@@ -50,12 +58,30 @@ pub(super) struct BackupStore {
     prefix: Key,
     /// Where it is one: its files are flushed.
     folder: Option<PathBuf>,
+    /// What is just being put there.
+    under_way: Arc<watch::Sender<Vec<Key>>>,
+}
+
+/// Told of until it is dropped.
+struct UnderWay {
+    key: Key,
+    all: Arc<watch::Sender<Vec<Key>>>,
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.all.send_modify(|keys| {
+            if let Some(at) = keys.iter().position(|key| *key == self.key) {
+                keys.swap_remove(at);
+            }
+        });
+    }
 }
 
 /// A piece of content on its way in. What is dropped before its end is not in the store, nor are parts of it.
 pub(super) struct Upload {
     /// `None` once it ends.
-    encoder: Option<ZstdEncoder<BufWriter>>,
+    encoder: Option<(ZstdEncoder<BufWriter>, UnderWay)>,
     store: BackupStore,
     key: Key,
 }
@@ -82,7 +108,7 @@ impl BackupStore {
             Ok((store, path))
         };
         let (store, path) = opened().map_err(Error::from_start)?;
-        Ok(Self { store: Arc::new(store), prefix: Key::default(), folder: Some(path) })
+        Ok(Self::new(Arc::new(store), Key::default(), Some(path)))
     }
 
     /// Keys, region and endpoint come from the environment, as the storage's own tools have them: `AWS_ACCESS_KEY_ID` and
@@ -95,7 +121,11 @@ impl BackupStore {
         });
         let (store, prefix) =
             object_store::parse_url_opts(&url, variables).map_err(Error::from_start)?;
-        Ok(Self { store: store.into(), prefix: prefix.join(ABOVE), folder: None })
+        Ok(Self::new(store.into(), prefix.join(ABOVE), None))
+    }
+
+    fn new(store: Arc<dyn ObjectStore>, prefix: Key, folder: Option<PathBuf>) -> Self {
+        Self { store, prefix, folder, under_way: Arc::new(watch::Sender::new(Vec::new())) }
     }
 
     /// Whether it takes room of that directory's file system.
@@ -108,17 +138,45 @@ impl BackupStore {
         name.split('/').fold(self.prefix.clone(), |key, part| key.join(part))
     }
 
-    pub(super) fn upload(&self, name: &str) -> Upload {
+    /// Of no more than so many bytes.
+    pub(super) fn upload(&self, name: &str, most: u64) -> Upload {
         let key = self.key(name);
-        let writer = BufWriter::with_capacity(Arc::clone(&self.store), key.clone(), UPLOAD_PIECE)
-            .with_max_concurrency(UPLOADS_AT_ONCE);
-        Upload { encoder: Some(ZstdEncoder::new(writer)), store: self.clone(), key }
+        let (piece, at_once) = pieces_of(most);
+        let writer = BufWriter::with_capacity(Arc::clone(&self.store), key.clone(), piece)
+            .with_max_concurrency(at_once);
+        let under_way = self.begin(&key);
+        let encoder = Some((ZstdEncoder::new(writer), under_way));
+        Upload { encoder, store: self.clone(), key }
+    }
+
+    fn begin(&self, key: &Key) -> UnderWay {
+        let under_way = UnderWay { key: key.clone(), all: Arc::clone(&self.under_way) };
+        self.under_way.send_modify(|keys| keys.push(key.clone()));
+        under_way
+    }
+
+    /// Waits until nothing below a name is on its way any longer: what is listed then is all that there is.
+    ///
+    /// # Errors
+    /// Something still is.
+    pub(super) async fn settled(&self, below: &str) -> Result<(), Error> {
+        let (above, mut under_way) = (self.key(below), self.under_way.subscribe());
+        let settled = under_way.wait_for(|keys| !keys.iter().any(|key| key.prefix_matches(&above)));
+        // The other end lives as long as we do.
+        timeout(SETTLED_DEADLINE, settled).await.map(drop).map_err(|_| silent())
     }
 
     /// As it is: small, and read by people.
     pub(super) async fn put(&self, name: &str, content: Bytes) -> Result<(), Error> {
         let (key, bytes) = (self.key(name), content.len() as u64);
-        bounded(self.store.put(&key, content.into())).await?;
+        let (store, at, under_way) = (Arc::clone(&self.store), key.clone(), self.begin(&key));
+        // It comes to its end also where nobody waits for that any longer: it may be there all the same.
+        let putting = tokio::spawn(async move {
+            let put = bounded(store.put(&at, content.into())).await;
+            drop(under_way);
+            put
+        });
+        putting.await.map_err(Error::internal)??;
         self.check(&key, bytes).await
     }
 
@@ -192,18 +250,22 @@ impl BackupStore {
 
 impl Upload {
     pub(super) async fn write(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let Some(encoder) = &mut self.encoder else { return Err(ended()) };
+        let Some((encoder, _)) = &mut self.encoder else { return Err(ended()) };
         let written = timeout(PIECE_DEADLINE, encoder.write_all(bytes)).await;
         written.map_err(|_| silent())?.map_err(failed)
     }
 
     /// It is in the store when this returns: how many bytes it takes there.
     pub(super) async fn finish(mut self) -> Result<u64, Error> {
-        let Some(mut encoder) = self.encoder.take() else { return Err(ended()) };
+        let Some((mut encoder, under_way)) = self.encoder.take() else { return Err(ended()) };
         // It comes to its end also where nobody waits for that any longer: half-way it could not be given up.
-        let ending = tokio::spawn(async move { encoder.shutdown().await });
-        let ended = timeout(PIECE_DEADLINE, ending).await.map_err(|_| silent())?;
-        ended.map_err(Error::internal)?.map_err(failed)?;
+        let ending = tokio::spawn(async move {
+            let ended = timeout(PIECE_DEADLINE, encoder.shutdown()).await;
+            drop(under_way);
+            ended
+        });
+        let ended = ending.await.map_err(Error::internal)?;
+        ended.map_err(|_| silent())?.map_err(failed)?;
         let bytes = bounded(self.store.store.head(&self.key)).await?.size;
         self.store.check(&self.key, bytes).await?;
         Ok(bytes)
@@ -211,25 +273,36 @@ impl Upload {
 
     /// What is there of it goes.
     pub(super) async fn give_up(mut self) {
-        if let Some(encoder) = self.encoder.take() {
-            abort(encoder, self.key.clone()).await;
+        if let Some((encoder, under_way)) = self.encoder.take() {
+            abort(encoder, under_way).await;
         }
     }
 }
 
 impl Drop for Upload {
     fn drop(&mut self) {
-        if let (Some(encoder), Ok(runtime)) = (self.encoder.take(), Handle::try_current()) {
-            runtime.spawn(abort(encoder, self.key.clone()));
+        if let (Some((encoder, under_way)), Ok(runtime)) =
+            (self.encoder.take(), Handle::try_current())
+        {
+            runtime.spawn(abort(encoder, under_way));
         }
     }
 }
 
-async fn abort(mut encoder: ZstdEncoder<BufWriter>, key: Key) {
+async fn abort(mut encoder: ZstdEncoder<BufWriter>, under_way: UnderWay) {
     let aborted = timeout(PIECE_DEADLINE, encoder.get_mut().abort()).await;
     if !matches!(aborted, Ok(Ok(()))) {
-        tracing::warn!(%key, "an upload that broke off is left in the store");
+        tracing::warn!(key = %under_way.key, "an upload that broke off is left in the store");
     }
+}
+
+/// How large the pieces are of what has no more than so many bytes, and how many are on their way at once.
+fn pieces_of(most: u64) -> (usize, usize) {
+    let piece = most.div_ceil(MOST_PIECES).next_multiple_of(MIB);
+    let piece = piece.clamp(*UPLOAD_PIECE.start(), *UPLOAD_PIECE.end());
+    let at_once = (UPLOADED_AT_ONCE / piece).clamp(1, UPLOADS_AT_ONCE);
+    let small = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
+    (small(piece), small(at_once))
 }
 
 async fn bounded<T>(request: impl Future<Output = object_store::Result<T>>) -> Result<T, Error> {
@@ -311,7 +384,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let store = BackupStore::open(&BackupPlace::Data, directory.path()).unwrap().unwrap();
         let content = [noise(), vec![0; 1 << 20]].concat();
-        let mut upload = store.upload("one/base/large");
+        let mut upload = store.upload("one/base/large", 1);
         for piece in content.chunks(1 << 20) {
             upload.write(piece).await.unwrap();
         }
@@ -339,13 +412,13 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let place = BackupPlace::Folder(directory.path().join("elsewhere"));
         let store = BackupStore::open(&place, directory.path()).unwrap().unwrap();
-        let mut upload = store.upload("one/large");
+        let mut upload = store.upload("one/large", 1);
         let content = noise();
         upload.write(&content).await.unwrap();
         assert_eq!(store.names("one").await.unwrap().len(), 1, "what is under way");
         upload.give_up().await;
         assert!(store.names("one").await.unwrap().is_empty());
-        let mut upload = store.upload("one/large");
+        let mut upload = store.upload("one/large", 1);
         upload.write(&content).await.unwrap();
         drop(upload);
         let gone = async {
@@ -368,6 +441,41 @@ mod tests {
         assert_eq!(names, ["0001.zst", "0002.zst#1"]);
         store.remove("one/wal/0002.zst#1").await.unwrap();
         assert_eq!(store.names("one/wal").await.unwrap(), ["0001.zst"]);
+    }
+
+    #[tokio::test]
+    async fn what_is_under_way_is_waited_for_where_it_goes_to() {
+        let directory = tempfile::tempdir().unwrap();
+        let store = BackupStore::open(&BackupPlace::Data, directory.path()).unwrap().unwrap();
+        let mut upload = store.upload("one/wal/large", 1);
+        upload.write(&noise()).await.unwrap();
+        store.settled("two").await.unwrap();
+        let soon = Duration::from_millis(50);
+        assert!(timeout(soon, store.settled("one")).await.is_err());
+        // Nobody waits for its end, and it is there all the same before the folder is looked at.
+        let mut finishing = Box::pin(upload.finish());
+        assert!(futures::poll!(finishing.as_mut()).is_pending());
+        drop(finishing);
+        store.settled("one").await.unwrap();
+        assert_eq!(store.names("one/wal").await.unwrap(), ["large"]);
+        drop(store.upload("one/wal/other", 1));
+        store.put("one/small", Bytes::from_static(b"{}")).await.unwrap();
+        store.settled("one").await.unwrap();
+        store.remove("one").await.unwrap();
+        assert!(store.names("one").await.unwrap().is_empty());
+    }
+
+    #[test]
+    fn the_pieces_of_an_upload_are_no_more_than_a_storage_takes_and_bounded_in_memory() {
+        assert_eq!(pieces_of(1), (8 << 20, 2));
+        assert_eq!(pieces_of(70 << 30), (8 << 20, 2));
+        assert_eq!(pieces_of(128 << 30), (15 << 20, 2));
+        assert_eq!(pieces_of(256 << 30), (30 << 20, 1));
+        assert_eq!(pieces_of(u64::MAX), (64 << 20, 1));
+        for most in [1, 78 << 30, 128 << 30, 512 << 30] {
+            let (piece, _) = pieces_of(most);
+            assert!(most.div_ceil(piece as u64) < 10_000, "{most}");
+        }
     }
 
     #[test]

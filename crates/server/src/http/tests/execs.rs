@@ -307,6 +307,30 @@ async fn logs_are_what_was_printed_in_order_and_can_be_followed() {
 }
 
 #[tokio::test]
+async fn what_the_server_itself_runs_is_neither_listed_nor_logged() {
+    use crate::sandbox::ExecEvent;
+    let server = Server::start().await;
+    let account = api::AccountId::default_account();
+    let running = server.app.sandboxes.running(&account, &server.sandbox).await.unwrap();
+    let request = api::ExecRequest { cmd: "echo unseen".to_owned(), ..api::ExecRequest::default() };
+    let mut watch = running.unrecorded().start_exec(request).await.unwrap();
+    let mut said = Vec::new();
+    while let Some(event) = watch.next().await {
+        if let ExecEvent::Stdout(bytes) = event.unwrap() {
+            said.extend_from_slice(&bytes);
+        }
+    }
+    assert_eq!(said, b"unseen\n");
+    result(&server, json!({"cmd": "echo seen"})).await;
+    let logs = server.inside(Method::GET, "/logs").send().await.unwrap();
+    assert_eq!(logs.text().await.unwrap(), "seen\n");
+    let listed = server.request(Method::GET, &format!("/v1/machines/{}/execs", server.sandbox));
+    let listed: api::ExecList = listed.send().await.unwrap().json().await.unwrap();
+    assert_eq!(listed.execs.len(), 1);
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn an_ended_exec_is_forgotten_by_its_guest() {
     let server = Server::start().await;
     for _ in 0..20 {
