@@ -72,7 +72,7 @@ pub(crate) use self::{
     create::{DEFAULT_TEMPLATE, DatabaseBeginning, check_environment},
     pool::Pool,
     ports::Connection,
-    registry::{Registry, locked},
+    registry::{Registry, locked, not_found as no_sandbox},
     site::{Sites, Slots, instance_of, uids},
     snapshots::NOTICED,
     state::{State, Target},
