@@ -13,11 +13,17 @@ use crate::{
     blocking::blocking,
     clock,
     db::{Db, ExecPlace, ExecRow},
-    sandbox::{Running, Sandboxes, exec::NotStarted, state::Wish},
+    sandbox::{
+        Running, Sandboxes,
+        exec::{Fields, NotStarted},
+        state::Wish,
+    },
 };
 
 /// Of a script that names none.
 const DEFAULT_TIMEOUT: f64 = 120.0;
+const FIELDS: Fields =
+    Fields { command: "script", timeout: "timeout_sec", default_timeout: "120 seconds" };
 /// A short script comes back finished, so that its client need not ask again.
 const WAIT_AT_START: Duration = Duration::from_millis(300);
 /// So does the answer to the first question about one.
@@ -70,7 +76,7 @@ impl Sandboxes {
         let request = as_command(request);
         let running = self.running(account, id).await?;
         let execs = self.execs_of(account, id)?;
-        let start = running.prepare(&request)?;
+        let start = running.prepare(&request, &FIELDS)?;
         let exec = execs.begin(exec_id.clone(), Origin::Client)?;
         // Whoever asked may go away meanwhile, also before its row is written; what has begun comes to its end.
         let starting = {
