@@ -58,6 +58,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (11, "ports", include_str!("migrations/0011_ports.sql")),
     (12, "databases", include_str!("migrations/0012_databases.sql")),
     (13, "backups", include_str!("migrations/0013_backups.sql")),
+    (14, "builds", include_str!("migrations/0014_builds.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

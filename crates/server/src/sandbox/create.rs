@@ -31,7 +31,7 @@ pub(crate) const DEFAULT_TEMPLATE: &str = "base";
 
 const MOST_CPUS: u32 = 32;
 const MEMORY_MIB: std::ops::RangeInclusive<u64> = 256..=131_072;
-const DISK_MIB: std::ops::RangeInclusive<u64> = 1024..=1_048_576;
+pub(crate) const DISK_MIB: std::ops::RangeInclusive<u64> = 1024..=1_048_576;
 /// Memory sizes in between would each want a bake of their own.
 const MEMORY_STEP_MIB: u64 = 128;
 const LONGEST_TTL: i64 = 10 * 365 * 86_400;

@@ -70,7 +70,7 @@ pub(crate) use self::{
     ahead::Kind,
     bake::{Bakes, Size},
     capacity::Limits,
-    create::{DEFAULT_TEMPLATE, DatabaseBeginning, check_environment},
+    create::{DEFAULT_TEMPLATE, DISK_MIB, DatabaseBeginning, check_environment},
     deleting::GONE_DEADLINE,
     pool::Pool,
     ports::Connection,
