@@ -12,6 +12,7 @@ use tests::{Answer, End, Host, Options, Server, command, patterned, small, suite
 suite! {
     a_script_is_a_record_and_exact_output,
     an_id_runs_once_whoever_asks_and_whatever_dies,
+    a_start_that_the_servers_end_cuts_short_says_which_exec_it_is,
     a_running_exec_is_picked_up_by_the_next_server_with_all_its_output,
     binary_output_beyond_the_limit_is_cut_there_and_counted_in_full,
     two_hundred_at_once_are_all_accounted_for,
@@ -115,6 +116,35 @@ async fn an_id_runs_once_whoever_asks_and_whatever_dies(host: Host) {
     }
     let counted = server.client().exec(&machine, &command("cat /root/ran")).await.unwrap();
     assert_eq!(counted.stdout, "ran\n");
+    host.end(server).await;
+}
+
+/// Its client would otherwise take it for one that never ran, and start it again.
+async fn a_start_that_the_servers_end_cuts_short_says_which_exec_it_is(host: Host) {
+    let _room = host.room(1).await;
+    let mut server = Server::start().await;
+    let machine = server.create(&small()).await.id;
+    let starting = tokio::spawn({
+        let request = script("asked", "until [ -e /root/go ]; do sleep 0.2; done; echo done");
+        let route = format!("/v1/machines/{machine}/execs?wait_ms=30000");
+        let request = server.request(Method::POST, &route).json(&request);
+        async move { Answer::to(request).await }
+    });
+    until("it runs", SOON, async || {
+        let listed = server.client().execs(&machine, 10).await.unwrap();
+        listed.iter().any(|exec| exec.state == ExecState::Running).then_some(())
+    })
+    .await;
+    server.restart(End::Asked).await;
+    let answer = starting.await.unwrap();
+    assert_eq!(answer.refusal(), (503, "unavailable".to_owned()));
+    assert_eq!(answer.json()["exec_id"], "asked");
+    let client = server.client();
+    let state = client.exec_state(&machine, &id("asked"), Duration::ZERO).await.unwrap().state;
+    assert_eq!(state, ExecState::Running);
+    assert_eq!(client.exec(&machine, &command("touch /root/go")).await.unwrap().exit_code, 0);
+    assert_eq!(ended(client, &machine, "asked").await.state, ExecState::Succeeded);
+    assert_eq!(stdout(client, &machine, "asked").await, b"done\n");
     host.end(server).await;
 }
 

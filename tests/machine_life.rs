@@ -169,6 +169,9 @@ async fn a_machine_is_a_sandbox_and_boots_again_from_its_disk(host: Host) {
 
     let unknown = CreateMachine { stack: Some("no-such-stack".to_owned()), ..wanted("x") };
     assert_eq!(refusal(client.create_machine(&unknown).await).0, ErrorCode::NotFound);
+    let no_name = CreateMachine { stack: Some("../x".to_owned()), ..wanted("x") };
+    let refused = client.create_machine(&no_name).await.unwrap_err().to_string();
+    assert!(refused.contains("`stack`"), "{refused}");
     for bad in [
         CreateMachine { vcpus: Some(0), ..wanted("x") },
         CreateMachine { memory_mb: Some(1), ..wanted("x") },

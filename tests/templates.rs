@@ -17,6 +17,7 @@ suite! {
     base_has_what_its_users_expect,
     a_build_that_cannot_begin_is_refused,
     a_build_that_fails_says_why_and_changes_nothing,
+    a_template_that_cannot_be_baked_is_none,
     a_built_in_template_is_neither_deleted_nor_replaced;
     soak: a_recipe_with_packages_becomes_a_template,
 }
@@ -177,6 +178,8 @@ async fn a_build_that_cannot_begin_is_refused(host: Host) {
             ("recipe", "from = \"base\"\n[[directories]]\npath = \"/a\"\nmode = \"999\""),
         ],
         &[("name", "never"), ("recipe", "from = \"base\"\ncpu = 0")],
+        &[("name", "never"), ("recipe", "from = \"base\""), ("size_mb", "20480")],
+        &[("name", "never"), ("recipe", "from = \"base\""), ("kernel", "6.1")],
     ] {
         assert_eq!(form(fields).await.refusal(), (400, "invalid_request".to_owned()), "{fields:?}");
     }
@@ -190,6 +193,14 @@ async fn a_build_that_cannot_begin_is_refused(host: Host) {
 async fn a_build_that_fails_says_why_and_changes_nothing(host: Host) {
     let server = host.server().await;
     let client = server.client();
+    // As the published clients send it; it fails before the next one begins.
+    let form = reqwest::multipart::Form::new()
+        .text("name", "broken")
+        .text("size_mb", "20480")
+        .text("rootfs", "no tar either");
+    let begun = server.request(Method::POST, "/v1/templates/build").multipart(form);
+    let begun = Answer::to(begun).await.json();
+    assert_eq!((&begun["size_mb"], &begun["started_at"]), (&json!(20_480), &Value::Null));
     let (failed, log) =
         build(client, "broken", BuildSource::Tar(Body::from("this is no tar at all".repeat(100))))
             .await;
@@ -257,13 +268,20 @@ target = "data/greeting"
 "#;
     let (built, log) = build(client, "mine", BuildSource::Recipe(recipe.to_owned())).await;
     assert_eq!(built.status, BuildStatus::Done, "{built:?}\n{}", log.join("\n"));
+    let (started, ended) = (built.started_at.unwrap(), built.ended_at.unwrap());
+    assert!(built.created_at <= started && started <= ended, "{built:?}");
+    assert_eq!(built.size_mb, Some(10_240));
     let shown = server.get("/v1/templates/mine").await.json();
     assert_eq!(
         (&shown["label"], &shown["cpu"], &shown["memory_mb"], &shown["is_global"]),
         (&json!("Mine"), &json!(1), &json!(1024), &json!(false))
     );
-    // Its size is its own default.
+    // Its size is its own default, and baked already: the first create is not told to come again.
     let request = CreateSandbox { cpu: None, memory_mb: None, ..of_template("mine") };
+    let room = host.room(1).await;
+    let first = client.create_sandbox(&request).await.unwrap();
+    client.delete_sandbox(&first.id).await.unwrap();
+    drop(room);
     let sandbox = host.sandbox_of(&request).await;
     assert_eq!((sandbox.created.cpu, sandbox.created.memory_mb), (1, 1024));
     assert_eq!(sandbox.run("cat /srv/link; stat -c '%a %U' /srv/data /srv/data/greeting; git --version | cut -c1-3").await, "hello from a recipe\n750 worker\n640 worker\ngit\n");
@@ -271,6 +289,15 @@ target = "data/greeting"
     assert_eq!(server.get("/v1/templates/mine").await.status, 404);
     assert_eq!(client.create_sandbox(&request).await.unwrap_err().status(), Some(404));
     assert_eq!(sandbox.run("echo alive").await, "alive\n");
+}
+
+async fn a_template_that_cannot_be_baked_is_none(host: Host) {
+    let server = host.server().await;
+    let recipe = "from = \"base\"\nwarm_up = [\"exit 3\"]".to_owned();
+    let (failed, log) = build(server.client(), "cold", BuildSource::Recipe(recipe)).await;
+    assert_eq!(failed.status, BuildStatus::Failed, "{failed:?}\n{}", log.join("\n"));
+    assert!(failed.error.is_some_and(|error| error.contains("warm_up")));
+    assert_eq!(server.get("/v1/templates/cold").await.status, 404);
 }
 
 /// A tree with a shell and hardly anything else, packed in a sandbox.

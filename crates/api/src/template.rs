@@ -60,6 +60,14 @@ pub struct Build {
     pub status: BuildStatus,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// MiB: the disk of its sandboxes.
+    #[serde(default)]
+    pub size_mb: Option<u64>,
     #[serde(with = "time::serde::rfc3339")]
     pub created_at: OffsetDateTime,
+    /// Not while it is queued.
+    #[serde(with = "time::serde::rfc3339::option", default)]
+    pub started_at: Option<OffsetDateTime>,
+    #[serde(with = "time::serde::rfc3339::option", default)]
+    pub ended_at: Option<OffsetDateTime>,
 }

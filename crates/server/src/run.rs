@@ -196,11 +196,7 @@ async fn bake_defaults(
 }
 
 fn default_sizes(template: &store::template::Template) -> Vec<Size> {
-    let own = Shape {
-        cpus: template.cpu,
-        memory_mib: u32::try_from(template.memory_mb).unwrap_or(u32::MAX),
-    };
-    let mut shapes = vec![own, SMALL];
+    let mut shapes = vec![Size::default_of(template).shape, SMALL];
     shapes.dedup();
     shapes.into_iter().map(|shape| Size { shape, disk_mib: template.disk_mb }).collect()
 }
@@ -302,8 +298,9 @@ impl Ground {
             slots: Slots::default(),
             instance: instance.number,
         };
-        let templates = Templates::open(layout, db.clone(), clock.clone()).await?;
         let bakes = Bakes::new(hypervisor.clone(), accelerator, kernel, initramfs, sites.clone());
+        let templates =
+            Templates::open(layout, db.clone(), clock.clone(), Arc::clone(&bakes)).await?;
         tracing::info!(instance = instance.number, %accelerator, qemu = hypervisor.version(), "ready to run machines");
         Ok(Self {
             instance,

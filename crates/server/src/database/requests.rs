@@ -16,7 +16,7 @@ use crate::{
     Error, clock,
     db::{DatabaseRow, NO_PORT},
     keys::Caller,
-    sandbox::{DELETE_DEADLINE, State, Target},
+    sandbox::{GONE_DEADLINE, State, Target},
 };
 
 /// A client that asks for one which is being made is answered when it is there, or after so long.
@@ -307,7 +307,7 @@ impl Databases {
             }
         }
         let mut removed = entry.removed.subscribe();
-        match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
+        match tokio::time::timeout(GONE_DEADLINE, removed.wait_for(|gone| *gone)).await {
             Ok(_) => Ok(()),
             Err(_) => Err(Error::busy("the database is being deleted and will be gone shortly", 5)),
         }

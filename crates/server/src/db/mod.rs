@@ -59,6 +59,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (12, "databases", include_str!("migrations/0012_databases.sql")),
     (13, "backups", include_str!("migrations/0013_backups.sql")),
     (14, "ports of databases", include_str!("migrations/0014_ports_of_databases.sql")),
+    (15, "builds", include_str!("migrations/0015_builds.sql")),
 ];
 
 /// `FULL`: a row that was acknowledged is still there after a power failure.

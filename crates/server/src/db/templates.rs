@@ -27,7 +27,10 @@ pub(crate) struct BuildRow {
     pub(crate) name: TemplateName,
     pub(crate) status: BuildStatus,
     pub(crate) error: Option<String>,
+    /// Of the sandboxes; none of a build of an earlier server.
+    pub(crate) disk_mb: Option<u64>,
     pub(crate) created_at: i64,
+    pub(crate) started_at: Option<i64>,
     pub(crate) ended_at: Option<i64>,
 }
 
@@ -81,19 +84,22 @@ impl Db {
         Ok(done.rows_affected() > 0)
     }
 
-    /// Adds it, or brings its status, error and end up to date.
+    /// Adds it, or brings its status, error, beginning and end up to date.
     pub(crate) async fn put_build(&self, build: &BuildRow) -> Result<(), Error> {
         sqlx::query(
-            "INSERT INTO builds (id, account, name, status, error, created_at, ended_at)
-             VALUES ($1, $2, $3, $4, $5, $6, $7)
-             ON CONFLICT (id) DO UPDATE SET status = excluded.status, error = excluded.error, ended_at = excluded.ended_at",
+            "INSERT INTO builds (id, account, name, status, error, disk_mb, created_at, started_at, ended_at)
+             VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9)
+             ON CONFLICT (id) DO UPDATE SET status = excluded.status, error = excluded.error,
+                 started_at = excluded.started_at, ended_at = excluded.ended_at",
         )
         .bind(&build.id)
         .bind(build.account.as_str())
         .bind(build.name.as_str())
         .bind(build.status.to_string())
         .bind(build.error.as_deref())
+        .bind(build.disk_mb.map(signed).transpose()?)
         .bind(build.created_at)
+        .bind(build.started_at)
         .bind(build.ended_at)
         .execute(self.pool())
         .await?;
@@ -103,7 +109,7 @@ impl Db {
     /// Newest first.
     pub(crate) async fn builds(&self, account: &AccountId) -> Result<Vec<BuildRow>, Error> {
         let rows = sqlx::query(
-            "SELECT id, account, name, status, error, created_at, ended_at FROM builds
+            "SELECT id, account, name, status, error, disk_mb, created_at, started_at, ended_at FROM builds
              WHERE account = $1 ORDER BY created_at DESC, id",
         )
         .bind(account.as_str())
@@ -118,7 +124,8 @@ impl Db {
         id: &str,
     ) -> Result<Option<BuildRow>, Error> {
         let row = sqlx::query(
-            "SELECT id, account, name, status, error, created_at, ended_at FROM builds WHERE account = $1 AND id = $2",
+            "SELECT id, account, name, status, error, disk_mb, created_at, started_at, ended_at FROM builds
+             WHERE account = $1 AND id = $2",
         )
         .bind(account.as_str())
         .bind(id)
@@ -162,7 +169,9 @@ fn build_of(row: &AnyRow) -> Result<BuildRow, Error> {
         name: row.try_get::<String, _>("name")?.parse().map_err(Error::internal)?,
         status: status_of(&row.try_get::<String, _>("status")?)?,
         error: row.try_get("error")?,
+        disk_mb: row.try_get::<Option<i64>, _>("disk_mb")?.map(unsigned).transpose()?,
         created_at: row.try_get("created_at")?,
+        started_at: row.try_get("started_at")?,
         ended_at: row.try_get("ended_at")?,
     })
 }
@@ -222,18 +231,24 @@ mod tests {
                 name: "mine".parse().unwrap(),
                 status: BuildStatus::Queued,
                 error: None,
+                disk_mb: None,
                 created_at: 1,
+                started_at: None,
                 ended_at: None,
             };
             let done = BuildRow {
                 id: "b2".to_owned(),
                 status: BuildStatus::Done,
+                disk_mb: Some(10_240),
                 created_at: 2,
+                started_at: Some(2),
                 ended_at: Some(3),
                 ..build.clone()
             };
             db.put_build(&build).await.unwrap();
-            db.put_build(&BuildRow { status: BuildStatus::Baking, ..build.clone() }).await.unwrap();
+            let baking =
+                BuildRow { status: BuildStatus::Baking, started_at: Some(4), ..build.clone() };
+            db.put_build(&baking).await.unwrap();
             db.put_build(&done).await.unwrap();
 
             assert_eq!(db.fail_unfinished_builds(9).await.unwrap(), 1);
@@ -243,6 +258,8 @@ mod tests {
                 (builds[1].status, builds[1].ended_at, builds[1].error.is_some()),
                 (BuildStatus::Failed, Some(9), true)
             );
+            assert_eq!((builds[1].started_at, builds[1].disk_mb), (Some(4), None));
+            assert_eq!((builds[0].started_at, builds[0].disk_mb), (Some(2), Some(10_240)));
             assert_eq!(db.build(&account, "b2").await.unwrap(), Some(done));
             assert_eq!(db.build(&"other".parse().unwrap(), "b2").await.unwrap(), None);
             db.close().await;

@@ -17,6 +17,7 @@ use super::upload::Upload;
 use crate::{
     App, Error,
     buffers::{Buffers, Held},
+    sandbox::no_sandbox,
 };
 
 /// For bodies of a few fields.
@@ -142,9 +143,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
 }
 
 fn parse_id(id: &str) -> Result<SandboxId, Error> {
-    id.parse().map_err(|_| {
-        Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
-    })
+    id.parse().map_err(|_| no_sandbox())
 }
 
 /// The `{id}` of a machine, and what names something in it.

@@ -4,6 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use api::{ErrorCode, ExecId, ExecList, ExecOutput, ExecStream, StartExec};
 use axum::{
+    Extension,
     extract::State,
     response::{IntoResponse, Response},
 };
@@ -14,6 +15,7 @@ use super::{
     body::{Id, InMachine, Input, Output, ok},
     edge::Refusal,
     query::Query,
+    stopping::Stopping,
 };
 use crate::{
     App, Error,
@@ -35,25 +37,35 @@ pub(super) async fn start(
     caller: Caller,
     Id(id): Id,
     query: Query,
+    stopping: Option<Extension<Stopping>>,
     Input(mut request): Input<StartExec, LONGEST_BODY>,
 ) -> Result<Response, Error> {
     let wait = milliseconds(&query)?;
     // The same for a request that comes again.
-    let exec_id = request.exec_id.get_or_insert_with(|| caller.new_id(0));
-    if caller.asks_again()
-        && let Ok(exec) = app.sandboxes.exec(&caller.account, &id, exec_id.as_str(), wait).await
-    {
-        return Ok(Output(StatusCode::ACCEPTED, exec).into_response());
-    }
-    match app.sandboxes.start_exec(&caller.account, &id, request, wait).await? {
-        Started::Is(exec) => Ok(Output(StatusCode::ACCEPTED, exec).into_response()),
-        Started::May(exec_id, error) => Ok(may_have_started(&exec_id, error)),
+    let exec_id = request.exec_id.get_or_insert_with(|| caller.new_id(0)).clone();
+    let starting = async {
+        if caller.asks_again()
+            && let Ok(exec) = app.sandboxes.exec(&caller.account, &id, exec_id.as_str(), wait).await
+        {
+            return Ok(Started::Is(exec));
+        }
+        app.sandboxes.start_exec(&caller.account, &id, request, wait).await
+    };
+    let started = match &stopping {
+        Some(Extension(stopping)) => stopping.in_time(starting).await,
+        None => Some(starting.await),
+    };
+    match started.transpose()? {
+        Some(Started::Is(exec)) => Ok(Output(StatusCode::ACCEPTED, exec).into_response()),
+        Some(Started::May(exec_id, error)) => Ok(may_have_started(&exec_id, error)),
+        // Without its id a client would take it for one that never ran.
+        None => Ok(may_have_started(&exec_id, Error::internal("the server is being stopped"))),
     }
 }
 
 fn may_have_started(id: &ExecId, error: Error) -> Response {
     let message = format!(
-        "the exec `{id}` may have started, for the sandbox did not say; look at it instead of starting it again"
+        "the exec `{id}` may have started, but nobody has said so yet; look at it instead of starting it again"
     );
     let error = Error::new(ErrorCode::Unavailable, message).because(error);
     let exec_id = ("exec_id".to_owned(), Value::String(id.to_string()));

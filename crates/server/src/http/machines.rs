@@ -47,7 +47,8 @@ pub(super) async fn get(
     Ok(ok(app.sandboxes.machine(&caller.account, &id)?))
 }
 
-/// In any state. Its volumes are free then; its root disk goes with it, or stays as a volume.
+/// In any state. Its volumes are free then; its root disk goes with it, or stays as a volume. One that takes longer than 25
+/// seconds is answered before it is gone, or, where its root disk stays, with a 503: then it goes on by itself.
 #[utoipa::path(delete, path = "/v1/machines/{id}", tag = "machines", responses((status = 204)), params(
     ("id" = String, Path,),
     ("preserve_storage" = Option<bool>, Query, description = "Its root disk stays, as a volume of kind `root`"),

@@ -90,7 +90,7 @@ pub(super) async fn get(
     Ok(ok(app.sandboxes.get(&caller.account, &id)?))
 }
 
-/// In any state. Answers when it is gone.
+/// In any state. Answers when it is gone, or after 25 seconds: then it goes on by itself.
 #[utoipa::path(delete, path = "/v1/sandboxes/{id}", tag = "sandboxes", params(("id" = String, Path,)), responses((status = 204)))]
 pub(super) async fn delete(
     State(app): State<Arc<App>>,

@@ -37,17 +37,29 @@ impl Stopping {
         &self,
         answer: impl Future<Output = Response>,
     ) -> Result<Response, Error> {
+        self.within(GRACE, answer).await.ok_or_else(|| {
+            Error::new(
+                ErrorCode::Unavailable,
+                "the server is being stopped; what was asked for may or may not have been done",
+            )
+        })
+    }
+
+    /// The outcome of what a handler does, or `None` when the server stops first. Before [`Stopping::answer`] gives up, so
+    /// that a handler that knows more than it can say so.
+    pub(super) async fn in_time<T>(&self, work: impl Future<Output = T>) -> Option<T> {
+        self.within(GRACE / 2, work).await
+    }
+
+    async fn within<T>(&self, grace: Duration, work: impl Future<Output = T>) -> Option<T> {
         let over = async {
             self.0.cancelled().await;
-            tokio::time::sleep(GRACE).await;
+            tokio::time::sleep(grace).await;
         };
         tokio::select! {
             biased;
-            answer = answer => Ok(answer),
-            () = over => Err(Error::new(
-                ErrorCode::Unavailable,
-                "the server is being stopped; what was asked for may or may not have been done",
-            )),
+            outcome = work => Some(outcome),
+            () = over => None,
         }
     }
 
@@ -115,6 +127,22 @@ mod tests {
         let response = (last, "all").into_response();
         let bound = Stopping(CancellationToken::new()).bound(response);
         assert_eq!(axum::body::to_bytes(bound.into_body(), 100).await.unwrap(), "all");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_handler_hears_of_the_stop_before_its_request_is_given_up() {
+        let stop = CancellationToken::new();
+        let stopping = Stopping(stop.clone());
+        assert_eq!(stopping.in_time(async { 7 }).await, Some(7));
+        stop.cancel();
+        let soon = tokio::time::sleep(GRACE / 4);
+        assert_eq!(stopping.in_time(soon).await, Some(()));
+        let handler = async {
+            let outcome = stopping.in_time(std::future::pending::<()>()).await;
+            assert_eq!(outcome, None);
+            "more".into_response()
+        };
+        assert!(stopping.answer(handler).await.is_ok());
     }
 
     #[tokio::test(start_paused = true)]

@@ -24,6 +24,7 @@ use super::{
 use crate::{
     App, Error,
     keys::Caller,
+    sandbox::DISK_MIB,
     template::{BuildLog, BuildSource},
 };
 
@@ -77,11 +78,14 @@ struct BuildForm {
     rootfs: Option<TempPath>,
     dockerfile: bool,
     image_ref: bool,
+    size_mb: Option<String>,
+    kernel: bool,
 }
 
-/// Starts a build from a recipe (`recipe`) or from a root file system as a tar (`rootfs`).
+/// Starts a build from a recipe (`recipe`) or from a root file system as a tar (`rootfs`). The disks of the latter's sandboxes
+/// have `size_mb` where that is more than 10240. It is done when sandboxes of it start at once.
 #[utoipa::path(post, path = "/v1/templates/build", tag = "templates",
-    request_body(content_type = "multipart/form-data", description = "`name`, and `recipe` or `rootfs`", content = String),
+    request_body(content_type = "multipart/form-data", description = "`name`, and `recipe`, or `rootfs` with `size_mb`", content = String),
     responses((status = 202, body = Build)))]
 pub(super) async fn build(
     State(app): State<Arc<App>>,
@@ -122,15 +126,33 @@ fn source_of(form: BuildForm) -> Result<(TemplateName, BuildSource, Option<TempP
             "`name`: `{name}` is a word of the API; choose another name"
         )));
     }
+    let size_mb = form.size_mb.filter(|text| !text.is_empty());
     match (form.recipe, form.rootfs) {
         _ if form.dockerfile || form.image_ref => Err(Error::invalid(
             "templates cannot be built from a `dockerfile` or an `image_ref` yet: send a `recipe`, or the root file system as a tar in `rootfs`",
         )),
+        _ if form.kernel => Err(Error::invalid(
+            "`kernel`: all sandboxes have the same guest kernel, which comes with the server; leave it out",
+        )),
+        (Some(_), None) if size_mb.is_some() => Err(Error::invalid(
+            "`size_mb` is for `rootfs`; a recipe has the size itself, as `disk_mb`",
+        )),
         (Some(recipe), None) => Ok((name, BuildSource::Recipe(recipe), None)),
-        (None, Some(rootfs)) => Ok((name, BuildSource::Tar(rootfs.to_path_buf()), Some(rootfs))),
+        (None, Some(rootfs)) => {
+            let size_mb = size_mb.as_deref().map(disk_size).transpose()?;
+            let source = BuildSource::Tar { archive: rootfs.to_path_buf(), size_mb };
+            Ok((name, source, Some(rootfs)))
+        }
         (Some(_), Some(_)) => Err(Error::invalid("send `recipe` or `rootfs`, not both")),
         (None, None) => Err(Error::invalid("`recipe` or `rootfs` is missing")),
     }
+}
+
+fn disk_size(text: &str) -> Result<u64, Error> {
+    let most = *DISK_MIB.end();
+    text.trim().parse::<u64>().ok().filter(|size_mb| *size_mb <= most).ok_or_else(|| {
+        Error::invalid(format!("`size_mb` must be a whole number of MiB, at most {most}"))
+    })
 }
 
 fn urlencoded_form(fields: &Query) -> Result<BuildForm, Error> {
@@ -143,6 +165,8 @@ fn urlencoded_form(fields: &Query) -> Result<BuildForm, Error> {
         rootfs: None,
         dockerfile: text("dockerfile")?.is_some(),
         image_ref: text("image_ref")?.is_some(),
+        size_mb: text("size_mb")?,
+        kernel: text("kernel")?.is_some(),
     })
 }
 
@@ -154,10 +178,12 @@ async fn multipart_form(mut parts: Multipart, uploads: &FilePath) -> Result<Buil
         match field.name().unwrap_or_default() {
             "name" => form.name = Some(text_of(&mut field).await?),
             "recipe" => form.recipe = Some(text_of(&mut field).await?),
+            "size_mb" => form.size_mb = Some(text_of(&mut field).await?),
             "rootfs" => form.rootfs = Some(save(&mut field, uploads).await?),
             // Read to its end, so that the client gets to see the refusal.
             "dockerfile" => form.dockerfile |= skip(&mut field).await? > 0,
             "image_ref" => form.image_ref |= skip(&mut field).await? > 0,
+            "kernel" => form.kernel |= skip(&mut field).await? > 0,
             _ => drop(skip(&mut field).await?),
         }
     }
@@ -307,8 +333,8 @@ mod tests {
         let fields = [("name", "mine"), ("size_mb", "1024"), ("rootfs", "a tar")];
         let (name, source, path) =
             source_of(form(&fields, directory.path()).await.unwrap()).unwrap();
-        let BuildSource::Tar(tar) = source else { panic!("it is a tar") };
-        assert_eq!(name.as_str(), "mine");
+        let BuildSource::Tar { archive: tar, size_mb } = source else { panic!("it is a tar") };
+        assert_eq!((name.as_str(), size_mb), ("mine", Some(1024)));
         assert_eq!(std::fs::read_to_string(&tar).unwrap(), "a tar");
         drop(path);
         assert!(!tar.exists());
@@ -329,6 +355,11 @@ mod tests {
             (&[("name", "../a"), ("recipe", "x")], "name"),
             (&[("name", "builds"), ("recipe", "x")], "name"),
             (&[("name", "a"), ("recipe", "x"), ("rootfs", "x")], "both"),
+            (&[("name", "a"), ("rootfs", "x"), ("kernel", "6.1")], "`kernel`"),
+            (&[("name", "a"), ("recipe", "x"), ("size_mb", "1024")], "`disk_mb`"),
+            (&[("name", "a"), ("rootfs", "x"), ("size_mb", "1G")], "`size_mb`"),
+            (&[("name", "a"), ("rootfs", "x"), ("size_mb", "-1")], "`size_mb`"),
+            (&[("name", "a"), ("rootfs", "x"), ("size_mb", "1048577")], "`size_mb`"),
         ] {
             let refused = source_of(form(fields, directory.path()).await.unwrap()).err().unwrap();
             assert_eq!(refused.code, ErrorCode::InvalidRequest);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use api::{AccountId, ForkedTree, Sandbox, SandboxId, SnapshotId};
 
 use super::{
-    DELETE_DEADLINE, Sandboxes,
+    GONE_DEADLINE, Sandboxes,
     fork::TREE,
     state::{State, Target},
 };
@@ -25,7 +25,7 @@ impl Sandboxes {
             return Ok(Some(entry.shown(&self.accelerator_name(), &self.clock)));
         }
         let mut removed = entry.removed.subscribe();
-        match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
+        match tokio::time::timeout(GONE_DEADLINE, removed.wait_for(|gone| *gone)).await {
             Ok(_) => Ok(None),
             Err(_) => Err(Error::busy(
                 "what the first request had begun is being removed; send it again",
@@ -49,7 +49,7 @@ impl Sandboxes {
             return Ok(Some(children));
         }
         for child in children {
-            self.delete(&caller.account, &child.id).await?;
+            self.delete_first(&caller.account, &child.id).await?;
         }
         self.remove_snapshot(snapshot).await?;
         Ok(None)

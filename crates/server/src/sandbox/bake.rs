@@ -44,6 +44,14 @@ pub(crate) struct Size {
     pub(crate) disk_mib: u64,
 }
 
+impl Size {
+    /// Of a sandbox of this template whose create names none.
+    pub(crate) fn default_of(template: &Template) -> Self {
+        let memory_mib = u32::try_from(template.memory_mb).unwrap_or(u32::MAX);
+        Self { shape: Shape { cpus: template.cpu, memory_mib }, disk_mib: template.disk_mb }
+    }
+}
+
 /// What a machine boots with that has a disk of its own already.
 pub(crate) struct Switch {
     pub(crate) spec: MachineSpec,

@@ -31,7 +31,7 @@ pub(crate) const DEFAULT_TEMPLATE: &str = "base";
 
 const MOST_CPUS: u32 = 32;
 const MEMORY_MIB: std::ops::RangeInclusive<u64> = 256..=131_072;
-const DISK_MIB: std::ops::RangeInclusive<u64> = 1024..=1_048_576;
+pub(crate) const DISK_MIB: std::ops::RangeInclusive<u64> = 1024..=1_048_576;
 /// Memory sizes in between would each want a bake of their own.
 const MEMORY_STEP_MIB: u64 = 128;
 const LONGEST_TTL: i64 = 10 * 365 * 86_400;
@@ -112,15 +112,28 @@ fn pick<T: Copy + PartialOrd + std::fmt::Display>(
     }
 }
 
+/// What fields are called that both dialects have.
+struct Fields {
+    template: &'static str,
+    disk: &'static str,
+    /// What a disk is counted in.
+    disk_unit_mb: u64,
+}
+
+const SANDBOX_FIELDS: Fields = Fields { template: "template", disk: "disk_mb", disk_unit_mb: 1 };
+const MACHINE_FIELDS: Fields =
+    Fields { template: "stack", disk: "rootfs_size_gb", disk_unit_mb: 1024 };
+
 /// A disk smaller than the template's is baked from a copy of it that was made smaller.
-async fn check_fits(template: &Template, disk_mb: u64) -> Result<(), Error> {
+async fn check_fits(template: &Template, disk_mb: u64, fields: &Fields) -> Result<(), Error> {
     let rootfs = template.rootfs.clone();
     let least = tokio::task::spawn_blocking(move || store::ext4::minimum_mb(&rootfs))
         .await
         .map_err(Error::internal)?;
     match least.map_err(Error::internal)? {
         least if disk_mb < least => {
-            Err(Error::invalid(format!("`disk_mb` must be at least {least} for this template")))
+            let (name, least) = (fields.disk, least.div_ceil(fields.disk_unit_mb));
+            Err(Error::invalid(format!("`{name}` must be at least {least} for this template")))
         }
         _ => Ok(()),
     }
@@ -253,6 +266,10 @@ impl Sandboxes {
         let attachments = self.attachments(account, id, volumes).await?;
         let _under_way = self.pool.create_under_way();
         let managed = matches!(made, Made::Database { .. });
+        let fields = match &made {
+            Made::Sandbox | Made::Database { .. } => &SANDBOX_FIELDS,
+            Made::Machine { .. } => &MACHINE_FIELDS,
+        };
         let (name, root, instant) = match made {
             Made::Sandbox => (None, RootWish::Own, None),
             Made::Machine { name, root: None } => (Some(name), RootWish::Volume, None),
@@ -280,7 +297,7 @@ impl Sandboxes {
                 self.snapshot_origin(caller, &id, snapshot).await?
             }
             (RootWish::Own | RootWish::Volume, None, None) => {
-                self.template_origin(caller, &id, &request, began).await?
+                self.template_origin(caller, &id, &request, fields, began).await?
             }
         };
         // What the source was shut off from, a sandbox of its snapshot is not let at because nobody thought of it.
@@ -359,6 +376,7 @@ impl Sandboxes {
         caller: &Caller,
         new: &SandboxId,
         request: &CreateSandbox,
+        fields: &Fields,
         began: Instant,
     ) -> Result<Origin, Error> {
         let account = &caller.account;
@@ -368,7 +386,7 @@ impl Sandboxes {
             .filter(|name| !name.is_empty())
             .unwrap_or(DEFAULT_TEMPLATE)
             .parse()
-            .map_err(|error| Error::invalid(format!("`template`: {error}")))?;
+            .map_err(|error| Error::invalid(format!("`{}`: {error}", fields.template)))?;
         let defaults = self.templates.defaults(account, &name)?;
         let cpu = pick("cpu", "", request.cpu, defaults.cpu, &(1..=MOST_CPUS))?;
         let memory_mb = pick_memory(request.memory_mb, defaults.memory_mb)?;
@@ -378,7 +396,7 @@ impl Sandboxes {
         self.could_ever_fit(&Need::of_clone(memory_mb << 20))?;
         let template = self.templates.built(account, &name, BAKE_PATIENCE).await?;
         if disk_mb < template.disk_mb {
-            check_fits(&template, disk_mb).await?;
+            check_fits(&template, disk_mb, fields).await?;
         }
         let shape =
             Shape { cpus: cpu, memory_mib: u32::try_from(memory_mb).map_err(Error::internal)? };

@@ -61,6 +61,18 @@ pub(super) struct Watched {
     pub(super) _in_use: Option<Arc<InUse>>,
 }
 
+/// What a command's fields are called where it is asked for.
+#[derive(Debug)]
+pub(super) struct Fields {
+    pub(super) command: &'static str,
+    pub(super) timeout: &'static str,
+    /// What it is without.
+    pub(super) default_timeout: &'static str,
+}
+
+const FIELDS: Fields =
+    Fields { command: "cmd", timeout: "timeout_seconds", default_timeout: "no limit" };
+
 /// A command that cannot be watched.
 #[derive(Debug)]
 pub(super) enum NotStarted {
@@ -84,7 +96,7 @@ impl Running {
     /// # Errors
     /// 400 names the bad field. After any other error the command may have started.
     pub async fn start_exec(&self, request: ExecRequest) -> Result<ExecWatch, Error> {
-        let start = self.prepare(&request)?;
+        let start = self.prepare(&request, &FIELDS)?;
         let exec = self.execs.as_ref().map(|execs| execs.begin(ExecId::random(), Origin::Server));
         let exec = exec.transpose()?;
         let started = self.start(start, request.stdin, exec.clone()).await;
@@ -98,10 +110,15 @@ impl Running {
 
     /// # Errors
     /// 400 names the bad field.
-    pub(super) fn prepare(&self, request: &ExecRequest) -> Result<ExecStart, Error> {
+    pub(super) fn prepare(
+        &self,
+        request: &ExecRequest,
+        fields: &Fields,
+    ) -> Result<ExecStart, Error> {
         let default = || ExecLimits::default().output_bytes;
         let kept = self.execs.as_ref().map_or_else(default, |execs| execs.output_limit());
-        exec_start(request, timeout_of(request)?, &self.environment, kept)
+        check_command(&request.cmd, fields)?;
+        exec_start(request, timeout_of(request, fields)?, &self.environment, kept)
     }
 
     /// Returns once the command runs. Where it is uncertain whether it does, it is watched all the same.
@@ -314,16 +331,34 @@ async fn feed(stream: Arc<Stream>, mut stdin: Bytes) {
 }
 
 /// `None`: no limit.
-fn timeout_of(request: &ExecRequest) -> Result<Option<Duration>, Error> {
+fn timeout_of(request: &ExecRequest, fields: &Fields) -> Result<Option<Duration>, Error> {
     match request.timeout_seconds {
         None => Ok(None),
         Some(seconds) if seconds > 0.0 && seconds <= LONGEST_TIMEOUT => {
             Ok(Some(Duration::from_secs_f64(seconds)))
         }
-        Some(_) => Err(Error::invalid(
-            "`timeout_seconds` must be above 0 and at most 86400; leave it out for no limit",
-        )),
+        Some(_) => Err(Error::invalid(format!(
+            "`{}` must be above 0 and at most 86400; leave it out for {}",
+            fields.timeout, fields.default_timeout
+        ))),
     }
+}
+
+fn check_command(command: &str, fields: &Fields) -> Result<(), Error> {
+    let name = fields.command;
+    if command.trim().is_empty() {
+        return Err(Error::invalid(format!("`{name}` must not be empty")));
+    }
+    if command.contains('\0') {
+        return Err(Error::invalid(format!("`{name}` must not hold NUL")));
+    }
+    if command.len() > LONGEST_COMMAND {
+        let message = format!(
+            "`{name}` may have at most 3 MiB; write a longer script to a file with PUT …/fs and run that"
+        );
+        return Err(Error::new(ErrorCode::TooLarge, message));
+    }
+    Ok(())
 }
 
 /// Where something runs, and as whom.
@@ -351,16 +386,6 @@ fn exec_start(
     environment: &BTreeMap<String, String>,
     output_limit: u64,
 ) -> Result<ExecStart, Error> {
-    if request.cmd.trim().is_empty() {
-        return Err(Error::invalid("`cmd` must not be empty"));
-    }
-    if request.cmd.contains('\0') {
-        return Err(Error::invalid("`cmd` must not hold NUL"));
-    }
-    if request.cmd.len() > LONGEST_COMMAND {
-        let message = "`cmd` may have at most 3 MiB; write a longer script to a file with PUT …/fs and run that";
-        return Err(Error::new(ErrorCode::TooLarge, message));
-    }
     check_place(request.cwd.as_deref(), request.user.as_deref())?;
     let own = request.env.as_ref();
     own.map_or(Ok(()), check_environment)?;
@@ -395,9 +420,10 @@ mod tests {
     #[test]
     fn a_timeout_is_a_positive_number_of_seconds_of_at_most_a_day() {
         let timeout = |seconds: f64| {
-            timeout_of(&ExecRequest { timeout_seconds: Some(seconds), ..request("true") })
+            let request = ExecRequest { timeout_seconds: Some(seconds), ..request("true") };
+            timeout_of(&request, &FIELDS)
         };
-        assert_eq!(timeout_of(&request("true")).unwrap(), None);
+        assert_eq!(timeout_of(&request("true"), &FIELDS).unwrap(), None);
         assert_eq!(timeout(1.5).unwrap(), Some(Duration::from_millis(1500)));
         assert_eq!(timeout(86_400.0).unwrap(), Some(Duration::from_secs(86_400)));
         for bad in [0.0, -1.0, 86_400.1, f64::NAN, f64::INFINITY] {
@@ -427,9 +453,6 @@ mod tests {
     #[test]
     fn a_command_that_no_process_could_have_is_refused() {
         let bad = [
-            request(""),
-            request(" \n"),
-            request("a\0b"),
             ExecRequest { cwd: Some("relative".to_owned()), ..request("true") },
             ExecRequest { user: Some(String::new()), ..request("true") },
             ExecRequest { env: Some(map(&[("A=B", "")])), ..request("true") },
@@ -438,8 +461,11 @@ mod tests {
             let refused = exec_start(&request, None, &BTreeMap::new(), 1).unwrap_err();
             assert_eq!(refused.code, ErrorCode::InvalidRequest);
         }
-        let of_length =
-            |length| exec_start(&request(&"x".repeat(length)), None, &BTreeMap::new(), 1);
+        for bad in ["", " \n", "a\0b"] {
+            let refused = check_command(bad, &FIELDS).unwrap_err();
+            assert_eq!(refused.code, ErrorCode::InvalidRequest);
+        }
+        let of_length = |length| check_command(&"x".repeat(length), &FIELDS);
         assert_eq!(of_length(LONGEST_COMMAND + 1).unwrap_err().code, ErrorCode::TooLarge);
         assert!(of_length(LONGEST_COMMAND).is_ok());
     }

@@ -12,6 +12,7 @@ use api::{
     AccountId, EventKind, Fork, ForkTree, Forked, ForkedTree, Promote, Promoted, Sandbox,
     SandboxId, SnapshotId,
 };
+use futures::StreamExt;
 use tokio::time::Instant;
 
 use super::{
@@ -30,6 +31,8 @@ use crate::{
 };
 
 const MOST_CHILDREN: u32 = 16;
+/// Siblings of one that is promoted.
+const ENDED_AT_ONCE: usize = 16;
 /// In a child's metadata: which tree it is of.
 pub(super) const TREE: &str = "fork_tree_id";
 const PARENT: &str = "fork_parent_id";
@@ -333,8 +336,14 @@ impl Sandboxes {
         let mut promoted =
             Promoted { winner: *id, tree_id, deleted: Vec::new(), failures: BTreeMap::new() };
         if let Some(tree) = promoted.tree_id.as_ref().filter(|_| cleanup) {
-            for sibling in self.of_tree(account, tree) {
-                match self.delete(account, &sibling).await {
+            // Side by side: its client waits for all of them.
+            let ends = self.of_tree(account, tree).into_iter().map(|sibling| async move {
+                let outcome = self.delete(account, &sibling).await;
+                (sibling, outcome)
+            });
+            let mut ends = futures::stream::iter(ends).buffered(ENDED_AT_ONCE);
+            while let Some((sibling, outcome)) = ends.next().await {
+                match outcome {
                     Ok(()) => promoted.deleted.push(sibling),
                     Err(error) if error.code == api::ErrorCode::NotFound => {}
                     Err(error) => {

@@ -121,7 +121,7 @@ impl Sandboxes {
     /// Its data volumes are free then; its root disk, where it is kept, is a volume of its own.
     ///
     /// # Errors
-    /// 404 when it is not theirs or gone.
+    /// 404 when it is not theirs or gone; 503 when it lasts and its root disk is kept, which is not free yet.
     pub async fn delete_machine(
         &self,
         account: &AccountId,
@@ -136,6 +136,9 @@ impl Sandboxes {
                 row.keeps_root = keep_root && row.durable;
             }
         });
+        if keep_root {
+            return self.delete_first(account, id).await;
+        }
         self.delete(account, id).await
     }
 }

@@ -11,7 +11,7 @@ use api::{AccountId, CreateSandbox, DatabaseId, ErrorCode, SandboxId, SnapshotId
 use tokio::net::TcpStream;
 
 use super::{
-    Running, Sandboxes,
+    GONE_DEADLINE, Running, Sandboxes,
     bake::BAKE_PATIENCE,
     capacity::Need,
     create::{DatabaseBeginning, Made},
@@ -83,7 +83,7 @@ impl Sandboxes {
         id: &SandboxId,
     ) -> Result<(), Error> {
         match self.registry.find(account, id) {
-            Ok(entry) => self.delete_entry(&entry).await,
+            Ok(entry) => self.delete_entry(&entry, GONE_DEADLINE).await,
             Err(_) => Ok(()),
         }
     }

@@ -8,6 +8,7 @@ mod ahead;
 mod bake;
 mod capacity;
 mod create;
+mod deleting;
 mod disks;
 mod driver;
 mod events;
@@ -69,10 +70,11 @@ pub(crate) use self::{
     ahead::Kind,
     bake::{Bakes, Size},
     capacity::Limits,
-    create::{DEFAULT_TEMPLATE, DatabaseBeginning, check_environment},
+    create::{DEFAULT_TEMPLATE, DISK_MIB, DatabaseBeginning, check_environment},
+    deleting::GONE_DEADLINE,
     pool::Pool,
     ports::Connection,
-    registry::{Registry, locked},
+    registry::{Registry, locked, not_found as no_sandbox},
     site::{Sites, Slots, instance_of, uids},
     snapshots::NOTICED,
     state::{State, Target},
@@ -97,8 +99,6 @@ use crate::{
     volume::Volumes,
 };
 
-/// How long a delete waits for its driver: a start under way ends first, within its own deadlines.
-pub(crate) const DELETE_DEADLINE: Duration = Duration::from_secs(60);
 /// Of a server that is asked to stop. What is then still under way is found half-made by the next start, as after a crash.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 /// Before a change that the database refused is tried again.
@@ -260,52 +260,6 @@ impl Sandboxes {
             .map(|(created, id)| format!("{created}.{id}"));
         found.truncate(limit);
         Ok((found.into_iter().map(|(_, sandbox)| sandbox).collect(), next))
-    }
-
-    /// Idempotent while it goes on: whoever asks again waits for the same end.
-    ///
-    /// # Errors
-    /// 404 when it is not theirs or gone.
-    pub async fn delete(&self, account: &AccountId, id: &SandboxId) -> Result<(), Error> {
-        let entry = self.registry.find(account, id)?;
-        managed::refuse(&entry)?;
-        self.delete_entry(&entry).await
-    }
-
-    async fn delete_entry(&self, entry: &registry::Entry) -> Result<(), Error> {
-        entry.accept(Wish::Delete, self.clock.steady_ms())?;
-        self.set_deleted(entry).await?;
-        let mut removed = entry.removed.subscribe();
-        match tokio::time::timeout(DELETE_DEADLINE, removed.wait_for(|gone| *gone)).await {
-            Ok(Ok(_)) => {
-                fault::point!("delete.answering");
-                Ok(())
-            }
-            Ok(Err(_)) => Err(Error::internal("the sandbox's driver ended")),
-            Err(_) => Err(Error::busy("the sandbox is being deleted and will be gone shortly", 5)),
-        }
-    }
-
-    /// Written before it is done, so that a server that dies now goes on with it.
-    async fn set_deleted(&self, entry: &registry::Entry) -> Result<(), Error> {
-        if entry.look(|row| row.target) != Target::Deleted {
-            entry.change(|row| row.target = Target::Deleted);
-            entry.target_changed.notify_one();
-            fault::point!("delete.target_writing", Error::internal);
-            match self.save_row(entry).await {
-                // The way out of a full disk must not need room on it. Should the server die now, the row shows a
-                // sandbox without a machine.
-                Err(error) if error.code == ErrorCode::CapacityExceeded => {
-                    tracing::warn!(
-                        cause = error.causes(),
-                        "a delete goes on without being written down"
-                    );
-                }
-                outcome => outcome?,
-            }
-            fault::point!("delete.target_written");
-        }
-        Ok(())
     }
 
     /// # Errors

@@ -254,8 +254,9 @@ impl Registry {
     }
 }
 
+/// The published clients' watchers know by the words "not found" that a sandbox has gone.
 pub(crate) fn not_found() -> Error {
-    Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
+    Error::not_found("sandbox not found; list those there are with GET /v1/sandboxes")
 }
 
 /// A poisoned lock's value is still whole here: no holder leaves it half-changed.
@@ -271,5 +272,18 @@ impl std::fmt::Debug for Entry {
             .field("state", &State::name(state))
             .field("target", &target.name())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_watches_a_sandbox_is_told_that_it_has_gone_in_words_that_it_knows() {
+        let refused = Registry::default().find(&AccountId::default_account(), &SandboxId::random());
+        let refused = refused.unwrap_err();
+        assert_eq!(refused.code, api::ErrorCode::NotFound);
+        assert!(refused.message.contains("not found"), "{refused}");
     }
 }

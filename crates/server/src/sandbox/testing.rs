@@ -68,22 +68,23 @@ impl Sandboxes {
         let hypervisor = Hypervisor::find().unwrap();
         let volumes =
             Volumes::new(db.clone(), clock.clone(), layout.clone(), config.volumes.clone());
+        let bakes =
+            Bakes::new(hypervisor.clone(), Accelerator::Tcg, kernel, initramfs, sites.clone());
+        let templates = Templates::open(layout, db.clone(), clock.clone(), Arc::clone(&bakes));
         let parts = Parts {
             volumes,
-            templates: Templates::open(layout, db.clone(), clock.clone()).await.unwrap(),
+            templates: templates.await.unwrap(),
             db,
-            bakes: Bakes::new(
-                hypervisor.clone(),
-                Accelerator::Tcg,
-                kernel,
-                initramfs,
-                sites.clone(),
-            ),
+            bakes,
             pool: Pool::new(hypervisor, sites.clone(), clock.clone(), 0),
             clock,
             sites,
         };
         Self::new(parts, config).unwrap()
+    }
+
+    pub(crate) fn templates(&self) -> Arc<Templates> {
+        Arc::clone(&self.templates)
     }
 
     /// One that runs already, with this guest.

@@ -4,12 +4,13 @@ use std::{
     collections::VecDeque,
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
+    time::Duration,
 };
 
-use api::{AccountId, Build, BuildStatus, TemplateName};
+use api::{AccountId, Build, BuildStatus, ErrorCode, TemplateName};
 use store::{
     recipe::{Recipe, ResolvedRecipe},
-    template::Size,
+    template::{Size, Template},
 };
 use tokio::sync::{Semaphore, watch};
 use uuid::Uuid;
@@ -20,6 +21,7 @@ use crate::{
     db::{BuildRow, TemplateRow},
     error::chain,
     keys::Caller,
+    sandbox,
 };
 
 /// Lines kept of one build.
@@ -29,6 +31,9 @@ const MOST_LOGS: usize = 100;
 /// Queued and running, of all accounts.
 const MOST_UNFINISHED: usize = 16;
 
+/// Longer than any bake, and than those that others wait for.
+const BAKE_DEADLINE: Duration = Duration::from_secs(1800);
+
 /// Of a template made from a root file system.
 const TAR_SIZE: Size = Size { cpu: 2, memory_mb: 2048, disk_mb: 10_240 };
 
@@ -37,7 +42,11 @@ pub enum BuildSource {
     /// A recipe's text.
     Recipe(String),
     /// A root file system as a tar, deleted when it is no longer needed.
-    Tar(PathBuf),
+    Tar {
+        archive: PathBuf,
+        /// Of the sandboxes' disks, in MiB: at least the default.
+        size_mb: Option<u64>,
+    },
 }
 
 pub(super) struct Builds {
@@ -137,7 +146,10 @@ impl Templates {
                 let resolved = recipe.resolve(&store::recipe::find_builtin).map_err(invalid)?;
                 Source::Recipe(Box::new((recipe, resolved)))
             }
-            BuildSource::Tar(path) => Source::Tar(path),
+            BuildSource::Tar { archive, size_mb } => {
+                let disk_mb = size_mb.unwrap_or(0).max(TAR_SIZE.disk_mb);
+                Source::Tar(archive, Size { disk_mb, ..TAR_SIZE })
+            }
         };
         let place = Arc::clone(&self.builds.unfinished).try_acquire_owned().map_err(|_| {
             Error::busy("too many template builds wait already; try again when one has ended", 30)
@@ -148,7 +160,9 @@ impl Templates {
             name,
             status: BuildStatus::Queued,
             error: None,
+            disk_mb: Some(source.disk_mb()),
             created_at: self.clock.now_ms(),
+            started_at: None,
             ended_at: None,
         };
         self.db.put_build(&row).await?;
@@ -173,8 +187,9 @@ impl Templates {
     async fn run_build(&self, mut row: BuildRow, source: Source, log: &Arc<Log>) {
         let Ok(_turn) = self.builds.turn.acquire().await else { return };
         row.status = BuildStatus::Running;
+        row.started_at = Some(self.clock.now_ms());
         self.note(&row).await;
-        let outcome = self.build_one(&row, source, log).await;
+        let outcome = self.carry_out(&mut row, source, log).await;
         row.ended_at = Some(self.clock.now_ms());
         match outcome {
             Ok(()) => row.status = BuildStatus::Done,
@@ -194,28 +209,17 @@ impl Templates {
         }
     }
 
-    async fn build_one(&self, row: &BuildRow, source: Source, log: &Arc<Log>) -> Result<(), Error> {
-        let (layout, lines) = (self.layout.clone(), Arc::clone(log));
-        let (built, label, description) = tokio::task::spawn_blocking(move || {
-            let mut progress = |line: &str| lines.push(line);
-            match source {
-                Source::Recipe(recipe) => {
-                    let (recipe, resolved) = *recipe;
-                    store::template::build_from_recipe(&layout, &resolved, &mut progress)
-                        .map(|built| (built, recipe.label, recipe.description))
-                }
-                Source::Tar(path) => {
-                    let built =
-                        store::template::build_from_tar(&layout, &path, TAR_SIZE, &mut progress);
-                    // It was ours alone, and is worth nothing any longer, whatever came of it.
-                    let _ = std::fs::remove_file(&path);
-                    built.map(|built| (built, String::new(), "from a root file system".to_owned()))
-                }
-            }
-        })
-        .await
-        .map_err(Error::internal)?
-        .map_err(Error::from_build)?;
+    /// It has its name only once sandboxes of it start at once: a build that fails leaves the template of before as it was.
+    async fn carry_out(
+        &self,
+        row: &mut BuildRow,
+        source: Source,
+        log: &Arc<Log>,
+    ) -> Result<(), Error> {
+        let (built, label, description) = self.build_one(source, log).await?;
+        row.status = BuildStatus::Baking;
+        self.note(row).await;
+        self.bake(&built, log).await?;
         let template = TemplateRow {
             account: row.account.clone(),
             name: row.name.clone(),
@@ -232,6 +236,52 @@ impl Templates {
         let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
         own.insert((row.account.clone(), row.name.clone()), template);
         Ok(())
+    }
+
+    /// With its label and its description.
+    async fn build_one(
+        &self,
+        source: Source,
+        log: &Arc<Log>,
+    ) -> Result<(Template, String, String), Error> {
+        let (layout, lines) = (self.layout.clone(), Arc::clone(log));
+        tokio::task::spawn_blocking(move || {
+            let mut progress = |line: &str| lines.push(line);
+            match source {
+                Source::Recipe(recipe) => {
+                    let (recipe, resolved) = *recipe;
+                    store::template::build_from_recipe(&layout, &resolved, &mut progress)
+                        .map(|built| (built, recipe.label, recipe.description))
+                }
+                Source::Tar(path, size) => {
+                    let built =
+                        store::template::build_from_tar(&layout, &path, size, &mut progress);
+                    // It was ours alone, and is worth nothing any longer, whatever came of it.
+                    let _ = std::fs::remove_file(&path);
+                    built.map(|built| (built, String::new(), "from a root file system".to_owned()))
+                }
+            }
+        })
+        .await
+        .map_err(Error::internal)?
+        .map_err(Error::from_build)
+    }
+
+    /// In its own size, so that nobody's first create has to wait for it.
+    async fn bake(&self, built: &Template, log: &Log) -> Result<(), Error> {
+        let size = sandbox::Size::default_of(built);
+        let (cpus, memory_mib) = (size.shape.cpus, size.shape.memory_mib);
+        log.push(&format!("baking with {cpus} vCPUs and {memory_mib} MiB"));
+        let Err(error) = self.bakes.get(built, &size, BAKE_DEADLINE).await else { return Ok(()) };
+        tracing::warn!(template = %built.digest, %error, cause = error.causes(), "failed to bake a template");
+        if let Err(error) = self.remove_unnamed(built.digest.clone()).await {
+            tracing::warn!(template = %built.digest, cause = error.causes(), "files of a template are left over");
+        }
+        if error.code != ErrorCode::Internal {
+            return Err(error);
+        }
+        let message = "no sandbox of it could be started and brought to rest; look at what it runs at its start and at `warm_up`";
+        Err(Error::invalid(message).because(error))
     }
 
     /// Newest first.
@@ -267,7 +317,17 @@ impl Templates {
 
 enum Source {
     Recipe(Box<(Recipe, ResolvedRecipe)>),
-    Tar(PathBuf),
+    Tar(PathBuf, Size),
+}
+
+impl Source {
+    /// Of the sandboxes.
+    fn disk_mb(&self) -> u64 {
+        match self {
+            Self::Recipe(recipe) => recipe.1.disk_mb(),
+            Self::Tar(_, size) => size.disk_mb,
+        }
+    }
 }
 
 fn show(row: &BuildRow) -> Build {
@@ -276,7 +336,10 @@ fn show(row: &BuildRow) -> Build {
         name: row.name.clone(),
         status: row.status,
         error: row.error.clone(),
+        size_mb: row.disk_mb,
         created_at: clock::from_ms(row.created_at),
+        started_at: row.started_at.map(clock::from_ms),
+        ended_at: row.ended_at.map(clock::from_ms),
     }
 }
 

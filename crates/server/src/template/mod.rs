@@ -20,6 +20,7 @@ use crate::{
     Error,
     clock::{self, Clock},
     db::{Db, TemplateRow},
+    sandbox::Bakes,
     shared_work::SharedWork,
 };
 
@@ -27,6 +28,8 @@ pub struct Templates {
     layout: Layout,
     db: Db,
     clock: Clock,
+    /// For what is built.
+    bakes: Arc<Bakes>,
     built_in: Vec<BuiltIn>,
     /// A copy of the rows.
     own: RwLock<HashMap<(AccountId, TemplateName), TemplateRow>>,
@@ -51,7 +54,12 @@ pub(crate) struct Defaults {
 impl Templates {
     /// # Errors
     /// The rows cannot be read, or a built-in recipe is broken.
-    pub(crate) async fn open(layout: Layout, db: Db, clock: Clock) -> Result<Arc<Self>, Error> {
+    pub(crate) async fn open(
+        layout: Layout,
+        db: Db,
+        clock: Clock,
+        bakes: Arc<Bakes>,
+    ) -> Result<Arc<Self>, Error> {
         let built_in = store::recipe::builtin()
             .into_iter()
             .map(|(name, recipe)| {
@@ -71,6 +79,7 @@ impl Templates {
             layout,
             db,
             clock,
+            bakes,
             built_in,
             own: RwLock::new(own),
             work: SharedWork::default(),
@@ -208,23 +217,31 @@ impl Templates {
         if !self.db.delete_template(account, name).await? {
             return Err(unknown(name));
         }
-        let digest = {
+        let row = {
             let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
-            let row = own.remove(&(account.clone(), name.clone()));
-            // Another name, or another account's, may stand for the same files.
-            row.map(|row| row.digest)
-                .filter(|digest| own.values().all(|other| other.digest != *digest))
+            own.remove(&(account.clone(), name.clone()))
         };
-        if let Some(digest) =
-            digest.and_then(|digest| digest.parse().ok()).filter(|digest| !self.is_built_in(digest))
-        {
-            let layout = self.layout.clone();
-            let removed = tokio::task::spawn_blocking(move || {
-                store::template::delete(&layout, &digest)?;
-                store::bake::remove_of_template(&layout, &digest)
-            });
-            removed.await.map_err(Error::internal)?.map_err(Error::internal)?;
+        match row.and_then(|row| row.digest.parse().ok()) {
+            Some(digest) => self.remove_unnamed(digest).await,
+            None => Ok(()),
         }
+    }
+
+    /// Files that no name stands for any longer, nor another account's.
+    async fn remove_unnamed(&self, digest: Digest) -> Result<(), Error> {
+        let is_named = {
+            let own = self.own.read().unwrap_or_else(PoisonError::into_inner);
+            own.values().any(|row| row.digest == digest.as_str())
+        };
+        if is_named || self.is_built_in(&digest) {
+            return Ok(());
+        }
+        let layout = self.layout.clone();
+        let removed = tokio::task::spawn_blocking(move || {
+            store::template::delete(&layout, &digest)?;
+            store::bake::remove_of_template(&layout, &digest)
+        });
+        removed.await.map_err(Error::internal)?.map_err(Error::internal)?;
         Ok(())
     }
 

@@ -26,7 +26,7 @@ use http::{
 use self::credentials::{COOKIE, Place, offered, withdraw};
 pub(super) use self::host::{Named, named};
 use super::{connections::Place as Connected, edge};
-use crate::{App, Error, config::PreviewAccess, keys, previews};
+use crate::{App, Error, config::PreviewAccess, keys, previews, sandbox::no_sandbox};
 
 const FETCH_MODE: HeaderName = HeaderName::from_static("sec-fetch-mode");
 const FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
@@ -241,10 +241,6 @@ fn token_in_query(place: Place, token: &str) -> Option<String> {
 fn port_of(text: &str) -> Option<u16> {
     let is_plain = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|port| is_plain && *port > 0)
-}
-
-fn no_sandbox() -> Error {
-    Error::not_found("there is no sandbox with this id; list them with GET /v1/sandboxes")
 }
 
 /// `/v1/sandboxes/{id}/proxy/{port}` as it was written, and the path behind it.

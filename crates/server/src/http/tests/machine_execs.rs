@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use api::{ErrorCode, Exec, ExecList, ExecOutput, ExecState};
+use api::{ErrorBody, ErrorCode, Exec, ExecList, ExecOutput, ExecState};
 use base64::{Engine, engine::general_purpose::STANDARD as BASE64};
 use reqwest::{Method, RequestBuilder, Response};
 use serde_json::{Value, json};
@@ -156,6 +156,13 @@ async fn what_never_ran_may_be_asked_for_again() {
     ] {
         let refused = server.begin(bad.clone()).await;
         assert_eq!(refusal(refused).await, ErrorCode::InvalidRequest, "{bad}");
+    }
+    for (field, bad) in [
+        ("script", json!({"script": "a\0b"})),
+        ("timeout_sec", json!({"script": "true", "timeout_sec": 0})),
+    ] {
+        let refused: ErrorBody = server.begin(bad).await.json().await.unwrap();
+        assert!(refused.error.contains(&format!("`{field}`")), "{}", refused.error);
     }
     for unknown in ["f", "%2e%2e", "a%2fb", "%ff"] {
         assert_eq!(refusal(server.look(unknown).await).await, ErrorCode::NotFound, "{unknown}");

@@ -37,7 +37,6 @@ use crate::{
     metrics::Metrics,
     previews::Previews,
     sandbox::{ExecLimits, Sandboxes},
-    template::Templates,
     volume::Volumes,
 };
 
@@ -112,9 +111,9 @@ impl Server {
         .unwrap();
         let layout = Layout::create(&config.data_dir, &config.cache_dir).unwrap();
         let limits = config.volumes.clone();
-        let volumes = Volumes::new(db.clone(), clock.clone(), layout.clone(), limits);
-        let templates = Templates::open(layout, db.clone(), clock.clone()).await.unwrap();
+        let volumes = Volumes::new(db.clone(), clock.clone(), layout, limits);
         let sandboxes = Sandboxes::testing(db.clone(), clock.clone(), &config).await;
+        let templates = sandboxes.templates();
         let sandbox = SandboxId::random();
         sandboxes.insert_running(
             &AccountId::default_account(),

@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use api::{AccountId, ErrorCode, ExecId, ExecRequest, ExecState, ExecStream, SandboxId, StartExec};
 use base64::{Engine, engine::general_purpose::STANDARD as BASE64};
-use machine::guest::Request;
+use machine::guest::{ExecStart, Request};
 use tokio::time::Instant;
 
 use super::{Exec, Execs, Origin, kept::Piece, taken};
@@ -12,12 +12,18 @@ use crate::{
     Error,
     blocking::blocking,
     clock,
-    db::{ExecPlace, ExecRow},
-    sandbox::{Sandboxes, exec::NotStarted, state::Wish},
+    db::{Db, ExecPlace, ExecRow},
+    sandbox::{
+        Running, Sandboxes,
+        exec::{Fields, NotStarted},
+        state::Wish,
+    },
 };
 
 /// Of a script that names none.
 const DEFAULT_TIMEOUT: f64 = 120.0;
+const FIELDS: Fields =
+    Fields { command: "script", timeout: "timeout_sec", default_timeout: "120 seconds" };
 /// A short script comes back finished, so that its client need not ask again.
 const WAIT_AT_START: Duration = Duration::from_millis(300);
 /// So does the answer to the first question about one.
@@ -70,27 +76,12 @@ impl Sandboxes {
         let request = as_command(request);
         let running = self.running(account, id).await?;
         let execs = self.execs_of(account, id)?;
-        let start = running.prepare(&request)?;
+        let start = running.prepare(&request, &FIELDS)?;
         let exec = execs.begin(exec_id.clone(), Origin::Client)?;
-        if let Err(error) = self.reserve(&exec).await {
-            execs.withdraw(&exec);
-            return Err(error);
-        }
-        fault::point!("execs.reserved");
-        // Whoever asked may go away meanwhile; what has begun comes to its end.
+        // Whoever asked may go away meanwhile, also before its row is written; what has begun comes to its end.
         let starting = {
             let (exec, db) = (Arc::clone(&exec), self.db.clone());
-            let sandbox = *id;
-            self.tasks.spawn(async move {
-                let outcome = running.start(start, request.stdin, Some(Arc::clone(&exec))).await;
-                if let Err(NotStarted::Refused(_)) = &outcome {
-                    // It can be asked for again.
-                    if let Err(error) = db.delete_exec(&sandbox, &exec.id).await {
-                        tracing::warn!(sandbox = %sandbox, exec = %exec.id, cause = error.causes(), "an exec that never ran stays listed");
-                    }
-                }
-                outcome.map(drop)
-            })
+            self.tasks.spawn(async move { begin(&db, &running, start, request.stdin, &exec).await })
         };
         match starting.await.map_err(Error::internal)? {
             Ok(()) => {
@@ -98,21 +89,9 @@ impl Sandboxes {
                 fault::point!("execs.answering");
                 Ok(Started::Is(shown(exec.row())))
             }
-            Err(NotStarted::Refused(error)) => {
-                execs.withdraw(&exec);
-                Err(self.explain(account, id, error))
-            }
+            Err(NotStarted::Refused(error)) => Err(self.explain(account, id, error)),
             Err(NotStarted::Uncertain(error)) => Ok(Started::May(exec_id, error)),
         }
-    }
-
-    /// From here on the id is taken for ever.
-    async fn reserve(&self, exec: &Exec) -> Result<(), Error> {
-        fault::point!("execs.reserving", Error::internal);
-        if self.db.insert_exec(&ExecRow { kept_bytes: 0, ..exec.row() }).await? {
-            return Ok(());
-        }
-        Err(taken(&exec.id))
     }
 
     /// # Errors
@@ -273,6 +252,42 @@ impl Sandboxes {
         entry.accept(Wish::Change, self.clock.steady_ms())?;
         Ok(Arc::clone(&entry.execs))
     }
+}
+
+/// Its row is written before its guest is asked. What is refused can be asked for again.
+async fn begin(
+    db: &Db,
+    running: &Running,
+    start: ExecStart,
+    stdin: Option<String>,
+    exec: &Arc<Exec>,
+) -> Result<(), NotStarted> {
+    let outcome = match reserve(db, exec).await {
+        Ok(()) => {
+            fault::point!("execs.reserved");
+            let outcome = running.start(start, stdin, Some(Arc::clone(exec))).await.map(drop);
+            if let Err(NotStarted::Refused(_)) = &outcome
+                && let Err(error) = db.delete_exec(&exec.of().sandbox, &exec.id).await
+            {
+                tracing::warn!(sandbox = %exec.of().sandbox, exec = %exec.id, cause = error.causes(), "an exec that never ran stays listed");
+            }
+            outcome
+        }
+        Err(error) => Err(NotStarted::Refused(error)),
+    };
+    if let Err(NotStarted::Refused(_)) = &outcome {
+        exec.of().withdraw(exec);
+    }
+    outcome
+}
+
+/// From here on the id is taken for ever.
+async fn reserve(db: &Db, exec: &Exec) -> Result<(), Error> {
+    fault::point!("execs.reserving", Error::internal);
+    if db.insert_exec(&ExecRow { kept_bytes: 0, ..exec.row() }).await? {
+        return Ok(());
+    }
+    Err(taken(&exec.id))
 }
 
 async fn in_files(
