@@ -54,7 +54,9 @@ fn main() -> ExitCode {
 fn run() -> anyhow::Result<()> {
     let task = Arguments::parse().task;
     wait::listen_for_interrupts()?;
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().context("find the workspace")?;
+    // Of the checkout that cargo runs this in: one that is built may be used by another with the same target directory.
+    let own = std::env::var_os("CARGO_MANIFEST_DIR").context("run as `cargo xtask`")?;
+    let root = Path::new(&own).parent().context("find the workspace")?;
     match task {
         Task::Check => check::run(root),
         Task::Openapi => openapi::run(root),

@@ -18,7 +18,8 @@ use tokio::time::Instant;
 use super::{
     Sandboxes,
     again::tree_of,
-    create::{Draft, RootWish, check_metadata, ttl_of},
+    create::{Draft, RootWish},
+    fields::{check_metadata, ttl_of},
     passing::PassingInstant,
     registry::Entry,
     saved::SavedMachine,

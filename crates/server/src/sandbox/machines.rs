@@ -9,7 +9,8 @@ use machine::WRITABLE_SLOTS;
 
 use super::{
     Sandboxes,
-    create::{Made, pick_size},
+    create::Made,
+    fields::pick_size,
     registry::{Entry, locked},
     state::Target,
 };

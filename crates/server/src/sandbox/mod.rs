@@ -15,6 +15,7 @@ mod events;
 mod exec;
 mod execs;
 mod expiry;
+mod fields;
 mod figures;
 mod files;
 mod fork;
@@ -64,14 +65,15 @@ pub(crate) use self::execs::{Exec, Execs, Origin, Page, Started};
 #[cfg(test)]
 pub(crate) use self::execs::{Since, Takers, watch_again};
 use self::{
-    admission::Admission, create::ttl_of, events::Events, host_memory::HostMemory, state::Wish,
+    admission::Admission, events::Events, fields::ttl_of, host_memory::HostMemory, state::Wish,
 };
 pub(crate) use self::{
     ahead::Kind,
     bake::{Bakes, Size},
     capacity::Limits,
-    create::{DEFAULT_TEMPLATE, DISK_MIB, DatabaseBeginning, check_environment},
+    create::{DEFAULT_TEMPLATE, DatabaseBeginning},
     deleting::GONE_DEADLINE,
+    fields::{DISK_MIB, check_environment},
     pool::Pool,
     ports::Connection,
     registry::{Registry, locked, not_found as no_sandbox},
