@@ -24,7 +24,7 @@ fail() {
 explain_end() {
     local status=$?
     [ "$status" -ne 0 ] && [ "$status" -lt 128 ] && [ "$told" = no ] || return 0
-    printf 'setup: a command failed (exit status %s): see %s, and \`bash -x %s\` for which one\n' "$status" "$log" "$0" >&2
+    printf 'setup: a command failed (exit status %s): see %s, and `bash -x %s` for which one\n' "$status" "$log" "$0" >&2
 }
 trap explain_end EXIT
 

@@ -7,7 +7,7 @@ use api::{CreateNetwork, CreateSandbox, DatabaseId, ErrorCode, ExecRequest};
 use futures::poll;
 use tokio::{
     net::TcpListener,
-    time::{Instant, sleep},
+    time::{Instant, sleep, timeout},
 };
 
 use super::{
@@ -133,7 +133,11 @@ impl Databases {
         while row.wait_for(DatabaseRow::is_unsettled).await.is_ok() {
             // Whoever is just changing them.
             drop(entry.turn.lock().await);
-            if !entry.look(DatabaseRow::is_unsettled) {
+            let (account, sandbox) = entry.sandbox();
+            let state = self.sandboxes.state_of(&account, &sandbox);
+            if !matches!(state, Some((State::Running, Target::Running))) {
+                // Whoever wakes it brings it up.
+                sleep(LOOK_EVERY).await;
                 continue;
             }
             if let Err(error) = self.bring_up(entry).await {
@@ -428,7 +432,12 @@ impl Databases {
     /// Returns once it takes connections, or recovers.
     async fn start_postgres(&self, entry: &Entry) -> Result<(), Error> {
         tracing::info!(database = %entry.id(), "starting PostgreSQL");
-        self.run_inside_within(entry, "atoll-postgres start", START_DEADLINE).await.map(drop)
+        let started = self.run_inside_within(entry, "atoll-postgres start", START_DEADLINE);
+        match timeout(UP_DEADLINE, started).await {
+            Ok(started) => started.map(drop),
+            // It goes on by itself.
+            Err(_) => Err(Error::busy("PostgreSQL does not take connections yet", 5)),
+        }
     }
 
     /// What a command that succeeds in its machine has said.

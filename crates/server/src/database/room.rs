@@ -79,7 +79,7 @@ impl Databases {
             if !runs || (entry.sessions() == 0 && refuses == Some(false)) {
                 continue;
             }
-            let _in_use = self.sandboxes.unnoticed_use_of(&account, &sandbox);
+            let in_use = self.sandboxes.unnoticed_use_of(&account, &sandbox);
             let let_be = *let_be.get_or_insert_with(|| Instant::now() + LET_BE);
             let looked = match refuses {
                 // Meanwhile it may write.
@@ -89,9 +89,12 @@ impl Databases {
                 None => self.ask_whether_it_refuses(entry).await.map(Some),
                 Some(refuses) => self.see_to_room(entry, refuses).await.map(Some),
             };
+            drop(in_use);
             match looked {
                 Ok(now) => refuses = now,
                 Err(error) => {
+                    // It may have been told so, half-way.
+                    refuses = None;
                     tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "failed to see to a database's room");
                     sleep(PAUSE).await;
                 }

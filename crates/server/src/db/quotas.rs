@@ -12,11 +12,11 @@ use crate::{
 /// A root disk is counted with the sandbox that has it (255 is [`ROOT_SLOT`](super::ROOT_SLOT)); where it was detached, or
 /// stayed, it is a volume. What a fork keeps of its parent is no snapshot of the account's own. A database that is still to
 /// get its sandbox counts as one, with the least disk that it will have ([`LEAST_DISK_MB`](super::databases)) until it has
-/// one; what could not be made is none. `$2` is the sandbox that is asked for: its database does not count beside it.
+/// one; what could not be made, or goes, is none. `$2` is the sandbox that is asked for: its database does not count beside it.
 const AMOUNTS: &str = "WITH awaited AS (SELECT id, cpu, \
          CASE size WHEN '1g' THEN 1024 WHEN '4g' THEN 4096 ELSE 16384 END AS memory_mb, \
          CASE WHEN EXISTS (SELECT 1 FROM volumes WHERE volumes.id = databases.id) THEN 0 ELSE 2048 END AS disk_mb \
-         FROM databases WHERE account = $1 AND id <> $2 AND state <> 'failed' \
+         FROM databases WHERE account = $1 AND id <> $2 AND state NOT IN ('failed', 'deleting') \
              AND NOT EXISTS (SELECT 1 FROM sandboxes WHERE sandboxes.id = databases.id)) \
      SELECT (SELECT COUNT(*) FROM sandboxes WHERE account = $1) + (SELECT COUNT(*) FROM awaited) AS sandboxes, \
      (SELECT CAST(COALESCE(SUM(cpu), 0) AS BIGINT) FROM sandboxes WHERE account = $1) \

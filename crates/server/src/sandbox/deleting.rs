@@ -17,8 +17,8 @@ const DELETE_DEADLINE: Duration = Duration::from_secs(25);
 pub(crate) const GONE_DEADLINE: Duration = Duration::from_secs(60);
 
 impl Sandboxes {
-    /// Idempotent while it goes on: whoever asks again waits for the same end. One that lasts is answered before it: no
-    /// other request finds the sandbox any longer, and a server that dies goes on with it.
+    /// Idempotent while it goes on: whoever asks again waits for the same end. One that lasts is answered before it: it is
+    /// `deleting`, nothing can be done inside it any longer, and a server that dies goes on with it.
     ///
     /// # Errors
     /// 404 when it is not theirs or gone.

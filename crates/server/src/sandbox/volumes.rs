@@ -26,8 +26,8 @@ use crate::{
 
 /// Processes that hold a volume are asked to end, then ended.
 const RELEASE_GRACE_MS: u32 = 500;
-/// Everything that was written has to reach the host's disk. Shorter than whoever deletes a sandbox waits.
-const RELEASE_DEADLINE: Duration = Duration::from_secs(20);
+/// Everything that was written has to reach the host's disk.
+const RELEASE_DEADLINE: Duration = Duration::from_secs(30);
 const GROW_DEADLINE: Duration = Duration::from_secs(60);
 const LONGEST_PATH: usize = 1024;
 

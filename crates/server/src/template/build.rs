@@ -1,7 +1,7 @@
 //! Builds that users ask for: one at a time, each with a log that can be followed.
 
 use std::{
-    collections::VecDeque,
+    collections::{HashMap, VecDeque},
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
@@ -9,15 +9,18 @@ use std::{
 
 use api::{AccountId, Build, BuildStatus, ErrorCode, TemplateName};
 use store::{
+    Digest,
     recipe::{Recipe, ResolvedRecipe},
     template::{Size, Template},
 };
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{Mutex as AsyncMutex, Semaphore, watch};
 use uuid::Uuid;
 
 use super::Templates;
 use crate::{
-    Error, clock,
+    Error,
+    blocking::blocking,
+    clock,
     db::{BuildRow, TemplateRow},
     error::chain,
     keys::Caller,
@@ -31,8 +34,9 @@ const MOST_LOGS: usize = 100;
 /// Queued and running, of all accounts.
 const MOST_UNFINISHED: usize = 16;
 
-/// Longer than any bake, and than those that others wait for.
-const BAKE_DEADLINE: Duration = Duration::from_secs(1800);
+/// Bakes of builds at once, of all accounts: each is a machine whose recipe says how long it runs.
+const MOST_BAKES: usize = 2;
+const BAKE_DEADLINE: Duration = Duration::from_secs(900);
 
 /// Of a template made from a root file system.
 const TAR_SIZE: Size = Size { cpu: 2, memory_mb: 2048, disk_mb: 10_240 };
@@ -49,10 +53,14 @@ pub enum BuildSource {
     },
 }
 
+type NameTurn = Arc<AsyncMutex<()>>;
+
 pub(super) struct Builds {
     /// Oldest first.
     logs: Mutex<VecDeque<(String, Arc<Log>)>>,
     turn: Arc<Semaphore>,
+    baking: Semaphore,
+    names: Mutex<HashMap<(AccountId, TemplateName), NameTurn>>,
     unfinished: Arc<Semaphore>,
 }
 
@@ -61,8 +69,19 @@ impl Default for Builds {
         Self {
             logs: Mutex::default(),
             turn: Arc::new(Semaphore::new(1)),
+            baking: Semaphore::new(MOST_BAKES),
+            names: Mutex::default(),
             unfinished: Arc::new(Semaphore::new(MOST_UNFINISHED)),
         }
+    }
+}
+
+impl Builds {
+    /// Held while one of that name is built: the last that was asked for is the last to have it.
+    fn turn_of(&self, account: &AccountId, name: &TemplateName) -> NameTurn {
+        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+        names.retain(|_, turn| Arc::strong_count(turn) > 1);
+        Arc::clone(names.entry((account.clone(), name.clone())).or_default())
     }
 }
 
@@ -185,10 +204,6 @@ impl Templates {
     }
 
     async fn run_build(&self, mut row: BuildRow, source: Source, log: &Arc<Log>) {
-        let Ok(_turn) = self.builds.turn.acquire().await else { return };
-        row.status = BuildStatus::Running;
-        row.started_at = Some(self.clock.now_ms());
-        self.note(&row).await;
         let outcome = self.carry_out(&mut row, source, log).await;
         row.ended_at = Some(self.clock.now_ms());
         match outcome {
@@ -216,10 +231,22 @@ impl Templates {
         source: Source,
         log: &Arc<Log>,
     ) -> Result<(), Error> {
+        let of_its_name = self.builds.turn_of(&row.account, &row.name);
+        let _next_of_its_name_waits = of_its_name.lock().await;
+        let turn = self.builds.turn.acquire().await.map_err(Error::internal)?;
+        row.status = BuildStatus::Running;
+        row.started_at = Some(self.clock.now_ms());
+        self.note(row).await;
         let (built, label, description) = self.build_one(source, log).await?;
+        drop(turn);
         row.status = BuildStatus::Baking;
         self.note(row).await;
         self.bake(&built, log).await?;
+        let (layout, digest) = (self.layout.clone(), built.digest.clone());
+        if blocking(move || store::template::get(&layout, &digest)).await?.is_none() {
+            let message = "a template of the same content was deleted meanwhile, and its files with it; build it again";
+            return Err(Error::conflict(message));
+        }
         let template = TemplateRow {
             account: row.account.clone(),
             name: row.name.clone(),
@@ -233,9 +260,20 @@ impl Templates {
             created_at: self.clock.now_ms(),
         };
         self.db.put_template(&template).await?;
-        let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
-        own.insert((row.account.clone(), row.name.clone()), template);
+        let before = {
+            let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
+            own.insert((row.account.clone(), row.name.clone()), template)
+        };
+        if let Some(digest) = before.and_then(|before| before.digest.parse().ok()) {
+            self.remove_or_tell(digest).await;
+        }
         Ok(())
+    }
+
+    async fn remove_or_tell(&self, digest: Digest) {
+        if let Err(error) = self.remove_unnamed(digest.clone()).await {
+            tracing::warn!(template = %digest, cause = error.causes(), "files of a template are left over");
+        }
     }
 
     /// With its label and its description.
@@ -272,15 +310,20 @@ impl Templates {
         let size = sandbox::Size::default_of(built);
         let (cpus, memory_mib) = (size.shape.cpus, size.shape.memory_mib);
         log.push(&format!("baking with {cpus} vCPUs and {memory_mib} MiB"));
+        let _turn = self.builds.baking.acquire().await.map_err(Error::internal)?;
         let Err(error) = self.bakes.get(built, &size, BAKE_DEADLINE).await else { return Ok(()) };
         tracing::warn!(template = %built.digest, %error, cause = error.causes(), "failed to bake a template");
-        if let Err(error) = self.remove_unnamed(built.digest.clone()).await {
-            tracing::warn!(template = %built.digest, cause = error.causes(), "files of a template are left over");
+        if error.code != ErrorCode::Unavailable {
+            self.remove_or_tell(built.digest.clone()).await;
         }
-        if error.code != ErrorCode::Internal {
+        let message = if error.code == ErrorCode::Unavailable {
+            // It goes on, and is there for who builds the same again.
+            "a sandbox of it takes more than 15 minutes to come to rest; make its `warm_up` shorter"
+        } else if error.code == ErrorCode::Internal {
+            "no sandbox of it could be started and brought to rest; look at what it runs at its start and at `warm_up`"
+        } else {
             return Err(error);
-        }
-        let message = "no sandbox of it could be started and brought to rest; look at what it runs at its start and at `warm_up`";
+        };
         Err(Error::invalid(message).because(error))
     }
 

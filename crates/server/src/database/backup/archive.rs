@@ -80,6 +80,12 @@ pub(super) struct Turn<'a> {
     pub(super) chain: ChainRow,
 }
 
+impl Turn<'_> {
+    fn has_base(&self) -> bool {
+        self.entry.archive.known().bases.iter().any(|base| base.chain == self.chain.chain)
+    }
+}
+
 /// What the loop remembers of one database between two looks.
 struct Attention {
     /// Something may not be in the store yet.
@@ -195,17 +201,16 @@ impl Databases {
         let chain = self.chain(entry, &admin, &look).await?;
         let mut turn = Turn { entry, store, admin, chain };
         self.fetch(&mut turn, look.flushed).await?;
-        let has_base =
-            entry.archive.known().bases.iter().any(|base| base.chain == turn.chain.chain);
+        let has_base = turn.has_base();
         // It would lead to no time before itself.
         let wants_base = urge != Urge::Always && (is_base_due || !has_base);
         // Others may be made for long: the log goes on meanwhile.
         let permit = wants_base.then(|| self.backups.bases.try_acquire().ok()).flatten();
         let has_new = look.has_new(&turn.chain);
         let is_time = look.is_time(&turn.chain, urge, self.backups.settings.archive_after);
-        // Ahead of a base backup, which may fail or last: those before it lead to every time until now all the same. The
-        // first one has none before it, and ends with a mark of its own.
-        if is_time && (has_base || permit.is_none()) {
+        // Ahead of a base backup, which may fail or last: those before it lead to every time until now all the same. Without
+        // one before it a mark leads nowhere; the first ends with one of its own.
+        if is_time && has_base {
             self.mark(&mut turn).await?;
         }
         if permit.is_some() {
@@ -288,7 +293,8 @@ impl Databases {
     pub(super) async fn keep_up(&self, turn: &mut Turn<'_>) -> Result<(), Error> {
         let look = Look::at(&turn.admin).await?;
         self.fetch(turn, look.flushed).await?;
-        if look.is_time(&turn.chain, Urge::Later, self.backups.settings.archive_after) {
+        let is_time = look.is_time(&turn.chain, Urge::Later, self.backups.settings.archive_after);
+        if is_time && turn.has_base() {
             self.mark(turn).await?;
         }
         Ok(())

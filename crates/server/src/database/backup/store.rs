@@ -172,11 +172,12 @@ impl BackupStore {
         let (store, at, under_way) = (Arc::clone(&self.store), key.clone(), self.begin(&key));
         // It comes to its end also where nobody waits for that any longer: it may be there all the same.
         let putting = tokio::spawn(async move {
-            let put = bounded(store.put(&at, content.into())).await;
+            let put = store.put(&at, content.into()).await;
             drop(under_way);
             put
         });
-        putting.await.map_err(Error::internal)??;
+        let put = timeout(PIECE_DEADLINE, putting).await.map_err(|_| silent())?;
+        put.map_err(Error::internal)?.map_err(failed)?;
         self.check(&key, bytes).await
     }
 
@@ -260,12 +261,12 @@ impl Upload {
         let Some((mut encoder, under_way)) = self.encoder.take() else { return Err(ended()) };
         // It comes to its end also where nobody waits for that any longer: half-way it could not be given up.
         let ending = tokio::spawn(async move {
-            let ended = timeout(PIECE_DEADLINE, encoder.shutdown()).await;
+            let ended = encoder.shutdown().await;
             drop(under_way);
             ended
         });
-        let ended = ending.await.map_err(Error::internal)?;
-        ended.map_err(|_| silent())?.map_err(failed)?;
+        let ended = timeout(PIECE_DEADLINE, ending).await.map_err(|_| silent())?;
+        ended.map_err(Error::internal)?.map_err(failed)?;
         let bytes = bounded(self.store.store.head(&self.key)).await?.size;
         self.store.check(&self.key, bytes).await?;
         Ok(bytes)
