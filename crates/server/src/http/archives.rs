@@ -21,7 +21,6 @@ use super::{
     files::{broken_off, header, name_of, owner_in, path_in, user_in},
     place::Place,
     query::Query,
-    upload::Upload,
 };
 use crate::{App, Error, keys::Caller};
 
@@ -43,7 +42,7 @@ pub(super) async fn unpack(
     body: Body,
 ) -> Result<Output<Unpacked>, Error> {
     let place = Place::new(app, caller, id);
-    let mut upload = Upload::new(body);
+    let mut upload = body.into_data_stream();
     let outcome = async {
         let request = Unpack { path: path_in(&query)?, owner: owner_in(&query)? };
         let path = String::from_utf8_lossy(&request.path).into_owned();
@@ -57,10 +56,7 @@ pub(super) async fn unpack(
             place.app.metrics.file_bytes_written.inc_by(unpacked.bytes);
             Ok(ok(unpacked))
         }
-        Err(error) => {
-            upload.drain().await;
-            Err(place.explain(error))
-        }
+        Err(error) => Err(place.explain(error)),
     }
 }
 

@@ -13,7 +13,6 @@ use futures::StreamExt;
 use http::{HeaderValue, StatusCode, header::CONTENT_TYPE, request::Parts};
 use serde::{Serialize, de::DeserializeOwned};
 
-use super::upload::Upload;
 use crate::{
     App, Error,
     buffers::{Buffers, Held},
@@ -58,16 +57,15 @@ pub(super) async fn read(
     buffers: &Buffers,
 ) -> Result<(Bytes, Held), Error> {
     let mut held = buffers.nothing();
-    let mut upload = Upload::new(body);
+    let mut pieces = body.into_data_stream();
     let mut whole = BytesMut::new();
     loop {
-        let piece = tokio::time::timeout(CLIENT_DEADLINE, upload.next())
+        let piece = tokio::time::timeout(CLIENT_DEADLINE, pieces.next())
             .await
             .map_err(|_| Error::invalid("the body stopped coming; send it again"))?;
         let Some(piece) = piece else { return Ok((whole.freeze(), held)) };
         let piece = piece.map_err(|_| Error::invalid("the body broke off; send it again"))?;
         if whole.len() + piece.len() > limit {
-            upload.drain().await;
             let message = format!(
                 "the body of this request may have at most {limit} bytes; larger things go into files with PUT …/fs"
             );
@@ -75,7 +73,6 @@ pub(super) async fn read(
         }
         // What is read from it takes as much once more.
         if !held.grow_to(2 * (whole.len() + piece.len()) as u64) {
-            upload.drain().await;
             return Err(Buffers::short());
         }
         whole.extend_from_slice(&piece);

@@ -12,11 +12,11 @@ use axum::{
 use futures::FutureExt;
 use http::{
     HeaderMap, HeaderName, HeaderValue, Method, StatusCode,
-    header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER},
+    header::{CONTENT_LENGTH, CONTENT_TYPE, EXPECT, RETRY_AFTER},
 };
 use serde_json::{Map, Value};
 
-use super::{held::with, stopping::Stopping};
+use super::{held::with, stopping::Stopping, unread::Unread};
 use crate::{App, Error, buffers::Held};
 
 /// Characters.
@@ -74,6 +74,10 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
     let route = route.as_ref().map_or("unknown", MatchedPath::as_str);
     let under_way = UnderWay::begin(&app);
     let stopping = request.extensions().get::<Stopping>().cloned();
+    let waits = request.headers().contains_key(EXPECT);
+    let (head, body) = request.into_parts();
+    let (unread, body) = Unread::of(body, waits);
+    let request = Request::from_parts(head, body);
     let answer = async {
         match &stopping {
             Some(stopping) => {
@@ -91,6 +95,10 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
     };
     drop(under_way);
     if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
+        match &stopping {
+            Some(stopping) => drop(stopping.in_time(unread.drain()).await),
+            None => unread.drain().await,
+        }
         let id = id.to_str().unwrap_or_default();
         log(&refusal.error, id, method, route);
         let body = body_of(&refusal, id);

@@ -8,6 +8,7 @@ use std::{
 use api::{DirListing, FileEntry, FileKind, FileWritten};
 use axum::{
     body::Body,
+    body::BodyDataStream,
     extract::State,
     response::{IntoResponse, Response},
 };
@@ -29,7 +30,6 @@ use super::{
     place::Place,
     query::Query,
     range,
-    upload::Upload,
 };
 use crate::{
     App, Error,
@@ -123,7 +123,7 @@ pub(super) async fn write(
     body: Body,
 ) -> Result<Response, Error> {
     let place = Place::new(app, caller, id);
-    let mut upload = Upload::new(body);
+    let mut upload = body.into_data_stream();
     let outcome = async {
         let request = write_request(&query, &headers)?;
         let user = rights_in(&query)?;
@@ -137,10 +137,7 @@ pub(super) async fn write(
             let etag = header(&written.etag)?;
             Ok(([(ETAG, etag)], ok(FileWritten { path, bytes: written.bytes })).into_response())
         }
-        Err(error) => {
-            upload.drain().await;
-            Err(place.explain(error))
-        }
+        Err(error) => Err(place.explain(error)),
     }
 }
 
@@ -148,7 +145,7 @@ async fn write_content(
     running: &Running,
     user: AsUser,
     request: FileWrite,
-    upload: &mut Upload,
+    upload: &mut BodyDataStream,
 ) -> Result<Written, Error> {
     // Nothing is begun that cannot be finished.
     if request.size.is_some_and(|size| size > LONGEST_WRITE) {

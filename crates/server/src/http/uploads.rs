@@ -9,6 +9,7 @@ use std::{
 use api::{BeginUpload, CompleteUpload, FileWritten, UploadList, UploadParts};
 use axum::{
     body::Body,
+    body::BodyDataStream,
     extract::State,
     response::{IntoResponse, Response},
 };
@@ -27,7 +28,6 @@ use super::{
     body::{Id, InMachine, InUpload, Input, Output, ok},
     files::{exact, header, mode_of, owner_of, path_of, user_of},
     place::Place,
-    upload::Upload,
 };
 use crate::{App, Error, keys::Caller};
 
@@ -129,7 +129,7 @@ pub(super) async fn write_part(
     body: Body,
 ) -> Result<StatusCode, Error> {
     let place = Place::new(app, caller, id);
-    let mut body = Checked { upload: Upload::new(body), digest: None, is_wrong: false };
+    let mut body = Checked { upload: body.into_data_stream(), digest: None, is_wrong: false };
     let outcome = async {
         let length = headers
             .get(CONTENT_LENGTH)
@@ -150,10 +150,7 @@ pub(super) async fn write_part(
             place.app.metrics.file_bytes_written.inc_by(length);
             Ok(StatusCode::NO_CONTENT)
         }
-        Err(error) => {
-            body.upload.drain().await;
-            Err(place.explain(error))
-        }
+        Err(error) => Err(place.explain(error)),
     }
 }
 
@@ -204,7 +201,7 @@ pub(super) async fn abort(
 
 /// A body that ends with an error when its digest is wrong.
 struct Checked {
-    upload: Upload,
+    upload: BodyDataStream,
     digest: Option<(Sha256, Sha256Sum)>,
     is_wrong: bool,
 }

@@ -6,7 +6,7 @@ use futures::StreamExt;
 use http::{HeaderMap, HeaderName, header::CONTENT_LENGTH};
 use sha2::{Digest, Sha256};
 
-use super::super::{body::CLIENT_DEADLINE, upload::Upload};
+use super::super::body::CLIENT_DEADLINE;
 use crate::{
     Error,
     buffers::{Buffers, Held},
@@ -49,7 +49,7 @@ impl Begun {
     /// 400 when the body breaks off, 503 when others hold too much.
     pub(super) async fn read(request: Request, buffers: &Buffers) -> Result<Self, Error> {
         let (head, body) = request.into_parts();
-        let (mut upload, mut held) = (Upload::new(body), buffers.nothing());
+        let (mut upload, mut held) = (body.into_data_stream(), buffers.nothing());
         let (mut pieces, mut length) = (Vec::<Bytes>::new(), 0);
         let mut digest = Sha256::new();
         digest.update(head.uri.path_and_query().map_or("", |path| path.as_str()));
@@ -67,7 +67,6 @@ impl Begun {
             digest.update(&piece[..piece.len().min(COMPARED.saturating_sub(length))]);
             length += piece.len();
             if !held.grow_to(length as u64) {
-                upload.drain().await;
                 return Err(Buffers::short());
             }
             pieces.push(piece);

@@ -4,6 +4,10 @@ use std::sync::{Mutex, PoisonError};
 
 use api::{ErrorCode, Key, Me, NewKey, Scope};
 use reqwest::Method;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 use utoipa::openapi::PathItem;
 
 use super::{KEY, Server, refusal};
@@ -356,4 +360,34 @@ async fn tokens_environment_and_content_are_in_no_log_line() {
     ] {
         assert!(!log.contains(secret), "{secret} is in the log");
     }
+}
+
+#[tokio::test]
+async fn whoever_is_refused_in_the_middle_of_sending_hears_why() {
+    let server = Server::start().await;
+    let file = "/v1/sandboxes/00000000-0000-4000-8000-000000000000/fs?path=/x";
+    let reader = server.key(Scope::Read).await;
+    for (path, key, status) in [
+        (file, "no-such-key", "401"),
+        (file, reader.as_str(), "403"),
+        (file, KEY, "404"),
+        ("/v1/sandboxes/x/fs?path=/x", KEY, "404"),
+        ("/v1/nothing", KEY, "404"),
+    ] {
+        // As most clients do it: all is sent before anything is read.
+        let mut connection =
+            TcpStream::connect(server.url.trim_start_matches("http://")).await.unwrap();
+        let head = format!(
+            "PUT {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {}\r\n\r\n",
+            32 << 20
+        );
+        connection.write_all(head.as_bytes()).await.unwrap();
+        for _ in 0..32 {
+            connection.write_all(&[b'x'; 1 << 20]).await.expect(path);
+        }
+        let mut answer = [0; 12];
+        connection.read_exact(&mut answer).await.expect(path);
+        assert_eq!(answer, format!("HTTP/1.1 {status}").as_bytes(), "{path}");
+    }
+    server.stop().await;
 }
