@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use api::{Fork, ForkTree, Forked, ForkedTree, Promote, Promoted};
-use axum::extract::State;
+use axum::{extract::State, response::Response};
 use http::StatusCode;
 
-use super::body::{Id, Input, Output, ok};
+use super::{
+    body::{Id, Input, Output, ok},
+    keep_alive,
+};
 use crate::{App, Error, keys::Caller};
 
 /// Children as the sandbox is now, memory included; without its volumes.
@@ -17,10 +20,12 @@ pub(super) async fn fork(
     caller: Caller,
     Id(id): Id,
     Input(request): Input<Fork>,
-) -> Result<Output<Forked>, Error> {
-    let forked = app.sandboxes.fork(&caller, &id, request).await;
-    let forked = forked.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))?;
-    Ok(Output(StatusCode::CREATED, forked))
+) -> Result<Response, Error> {
+    let forked = async move {
+        let forked = app.sandboxes.fork(&caller, &id, request).await;
+        forked.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))
+    };
+    keep_alive::resource(StatusCode::CREATED, forked).await
 }
 
 /// Children that know each other as one tree, for a search of which one is promoted in the end.
@@ -31,10 +36,12 @@ pub(super) async fn fork_tree(
     caller: Caller,
     Id(id): Id,
     Input(request): Input<ForkTree>,
-) -> Result<Output<ForkedTree>, Error> {
-    let forked = app.sandboxes.fork_tree(&caller, &id, request).await;
-    let forked = forked.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))?;
-    Ok(Output(StatusCode::CREATED, forked))
+) -> Result<Response, Error> {
+    let forked = async move {
+        let forked = app.sandboxes.fork_tree(&caller, &id, request).await;
+        forked.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))
+    };
+    keep_alive::resource(StatusCode::CREATED, forked).await
 }
 
 /// Takes a child out of its tree; with `cleanup_siblings` the others are deleted.

@@ -8,15 +8,17 @@ use axum::{
 };
 use bytes::Bytes;
 use futures::{FutureExt, StreamExt};
-use http::{HeaderValue, header::CONTENT_TYPE};
+use http::{HeaderValue, StatusCode, header::CONTENT_TYPE};
 use serde::Serialize;
 
-use super::stopping::Lasting;
+use super::{body::Output, stopping::Lasting};
 use crate::Error;
 
 /// After so long there is a byte, and then one in each interval.
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(15);
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
+/// As late as it may be: what has no room is refused by then, with a status on which clients send it again.
+const RESOURCE_KEEP_ALIVE_AFTER: Duration = Duration::from_secs(25);
 
 /// What `answer` makes of the result where that comes soon. Once the answer has begun it has its status, so `late` makes of
 /// the outcome what there is to tell in the body, with something that is held until it was taken.
@@ -30,8 +32,32 @@ where
     Told: Serialize + 'static,
     Held: Send + 'static,
 {
+    answered_after(KEEP_ALIVE_AFTER, result, answer, late).await
+}
+
+/// With this status where it comes soon; what is refused later breaks off. It goes on to its end when its client has gone.
+pub(super) async fn resource<T: Serialize + 'static>(
+    status: StatusCode,
+    result: impl Future<Output = Result<T, Error>> + Send + 'static,
+) -> Result<Response, Error> {
+    let answer = |told| Output(status, told).into_response();
+    let late = |outcome: Result<T, Error>| outcome.map(|told| (told, ()));
+    answered_after(RESOURCE_KEEP_ALIVE_AFTER, result, answer, late).await
+}
+
+async fn answered_after<Outcome, Told, Held>(
+    after: Duration,
+    result: impl Future<Output = Result<Outcome, Error>> + Send + 'static,
+    answer: impl FnOnce(Outcome) -> Response,
+    late: impl FnOnce(Result<Outcome, Error>) -> Result<(Told, Held), Error> + Send + 'static,
+) -> Result<Response, Error>
+where
+    Outcome: 'static,
+    Told: Serialize + 'static,
+    Held: Send + 'static,
+{
     let mut result = Box::pin(result);
-    match tokio::time::timeout(KEEP_ALIVE_AFTER, &mut result).await {
+    match tokio::time::timeout(after, &mut result).await {
         Ok(result) => result.map(answer),
         Err(_) => Ok(kept_alive(result.map(late))),
     }
@@ -107,6 +133,22 @@ mod tests {
         let lost = Err(machine::Error::Lost.into());
         let body = told_after(15 + 7, lost).await.into_body();
         assert!(axum::body::to_bytes(body, usize::MAX).await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_resource_has_its_status_or_is_kept_alive_before_a_client_gives_up() {
+        let made_after = async |seconds| {
+            let made = async move {
+                tokio::time::sleep(Duration::from_secs(seconds)).await;
+                Ok(7)
+            };
+            let response = resource(StatusCode::CREATED, made).await.unwrap();
+            let status = response.status().as_u16();
+            let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
+            (status, String::from_utf8(body.to_vec()).unwrap())
+        };
+        assert_eq!(made_after(24).await, (201, "7".to_owned()));
+        assert_eq!(made_after(26).await, (200, " 7".to_owned()));
     }
 
     #[tokio::test(start_paused = true)]

@@ -49,13 +49,13 @@ pub(super) async fn create(
     caller: Caller,
     Id(id): Id,
     Input(request): Input<CreateCodeSession>,
-) -> Result<Output<CodeSession>, Error> {
+) -> Result<Response, Error> {
     let place = Place::new(app, caller, id);
-    let running = place.running().await?;
-    let created = running.create_session(request).await;
-    created
-        .map(|session| Output(StatusCode::CREATED, session))
-        .map_err(|error| place.explain(error))
+    let created = async move {
+        let running = place.running().await?;
+        running.create_session(request).await.map_err(|error| place.explain(error))
+    };
+    keep_alive::resource(StatusCode::CREATED, created).await
 }
 
 /// Sessions in the order of their starts.
@@ -90,9 +90,12 @@ pub(super) async fn restart(
     State(app): State<Arc<App>>,
     caller: Caller,
     InMachine(id, session): InMachine,
-) -> Result<Output<CodeSession>, Error> {
-    let running = app.sandboxes.running(&caller.account, &id).await?;
-    running.restart_session(&session).await.map(ok)
+) -> Result<Response, Error> {
+    let restarted = async move {
+        let running = app.sandboxes.running(&caller.account, &id).await?;
+        running.restart_session(&session).await
+    };
+    keep_alive::resource(StatusCode::OK, restarted).await
 }
 
 /// Runs a cell to its end. Cells of one session run one after another. An answer that takes long begins with white space.

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 
 use api::{CreateSnapshot, SandboxId, Snapshot, SnapshotId, SnapshotList};
-use axum::extract::State;
+use axum::{extract::State, response::Response};
 use http::StatusCode;
 
 use super::{
     body::{Id, Input, Named, Output, ok},
+    keep_alive,
     query::Query,
 };
 use crate::{App, Error, keys::Caller};
 
-/// Memory and disk as they are now. The sandbox goes on.
+/// Memory and disk as they are now. The sandbox goes on. An answer that takes long begins with white space.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/snapshots", tag = "snapshots", params(("id" = String, Path,)),
     request_body = CreateSnapshot, responses((status = 201, body = Snapshot)))]
 pub(super) async fn create(
@@ -20,11 +21,12 @@ pub(super) async fn create(
     caller: Caller,
     Id(id): Id,
     Input(request): Input<CreateSnapshot>,
-) -> Result<Output<Snapshot>, Error> {
-    let taken = app.sandboxes.snapshot(&caller, &id, request.name).await;
-    let snapshot =
-        taken.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))?;
-    Ok(Output(StatusCode::CREATED, snapshot))
+) -> Result<Response, Error> {
+    let taken = async move {
+        let taken = app.sandboxes.snapshot(&caller, &id, request.name).await;
+        taken.map_err(|error| app.sandboxes.explain_save(&caller.account, &id, error))
+    };
+    keep_alive::resource(StatusCode::CREATED, taken).await
 }
 
 /// Newest first.

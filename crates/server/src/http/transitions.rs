@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use api::Sandbox;
-use axum::extract::State;
+use axum::{extract::State, response::Response};
 use http::StatusCode;
 
-use super::body::{Id, Output, ok};
+use super::{body::Id, keep_alive};
 use crate::{App, Error, keys::Caller};
 
 /// Its virtual CPUs stand still, its memory stays. Its time to live stands still, too.
@@ -31,15 +31,17 @@ pub(super) async fn resume(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Memory and disk go to the store; no process is left. Whoever uses it next wakes it.
+/// Memory and disk go to the store; no process is left. Whoever uses it next wakes it. An answer that takes long begins with
+/// white space.
 #[utoipa::path(post, path = "/v1/sandboxes/{id}/hibernate", tag = "sandboxes", params(("id" = String, Path,)),
     responses((status = 200, body = Sandbox)))]
 pub(super) async fn hibernate(
     State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
-) -> Result<Output<Sandbox>, Error> {
-    Ok(ok(app.sandboxes.hibernate(&caller.account, &id).await?))
+) -> Result<Response, Error> {
+    let hibernated = async move { app.sandboxes.hibernate(&caller.account, &id).await };
+    keep_alive::resource(StatusCode::OK, hibernated).await
 }
 
 /// It runs again, as it was.
@@ -49,6 +51,7 @@ pub(super) async fn wake(
     State(app): State<Arc<App>>,
     caller: Caller,
     Id(id): Id,
-) -> Result<Output<Sandbox>, Error> {
-    Ok(ok(app.sandboxes.run(&caller.account, &id).await?))
+) -> Result<Response, Error> {
+    let woken = async move { app.sandboxes.run(&caller.account, &id).await };
+    keep_alive::resource(StatusCode::OK, woken).await
 }
