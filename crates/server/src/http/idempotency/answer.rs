@@ -178,21 +178,21 @@ pub(super) async fn remember(
     {
         Some(Answer::NotKept(Why::Stream))
     } else {
-        return with_body(turn, ticket, response).await;
+        return with_body(turn, ticket, response, kind).await;
     };
     keep(&turn, ticket, answer).await;
     response
 }
 
 /// Of JSON or without content. One that is still being written goes to its client as it comes.
-async fn with_body(turn: Turn, ticket: Ticket, response: Response) -> Response {
+async fn with_body(turn: Turn, ticket: Ticket, response: Response, kind: Kind) -> Response {
     let (head, body) = response.into_parts();
     let status = head.status.as_u16();
     let Some(length) = body.size_hint().exact() else {
         let (sender, pieces) = mpsc::channel(AHEAD);
         tokio::spawn(async move {
-            let answer = pass_on(body, status, &sender).await;
-            keep(&turn, ticket, Some(answer)).await;
+            let answer = pass_on(body, status, &sender, kind).await;
+            keep(&turn, ticket, answer).await;
         });
         return Response::from_parts(head, Body::from_stream(ReceiverStream::new(pieces)));
     };
@@ -209,14 +209,20 @@ async fn with_body(turn: Turn, ticket: Ticket, response: Response) -> Response {
     Response::from_parts(head, Body::from(bytes))
 }
 
-async fn pass_on(body: Body, status: u16, to: &mpsc::Sender<Result<Bytes, axum::Error>>) -> Answer {
+/// `None` where it breaks off and nothing can have run: what was made is found again.
+async fn pass_on(
+    body: Body,
+    status: u16,
+    to: &mpsc::Sender<Result<Bytes, axum::Error>>,
+    kind: Kind,
+) -> Option<Answer> {
     let (mut pieces, mut all) = (body.into_data_stream(), Vec::new());
     let mut is_long = false;
     while let Some(piece) = pieces.next().await {
         let Ok(bytes) = &piece else {
             // Whoever has gone needs no end.
             let _ = to.send(piece).await;
-            return Answer::lost();
+            return kind.runs.then(Answer::lost);
         };
         is_long |= all.len() + bytes.len() > LONGEST;
         if !is_long {
@@ -224,7 +230,7 @@ async fn pass_on(body: Body, status: u16, to: &mpsc::Sender<Result<Bytes, axum::
         }
         let _ = to.send(piece).await;
     }
-    if is_long { Answer::NotKept(Why::Long) } else { whole(status, &all) }
+    Some(if is_long { Answer::NotKept(Why::Long) } else { whole(status, &all) })
 }
 
 /// Without the white space that kept its client waiting.
@@ -278,6 +284,19 @@ mod tests {
             error.retry_after = retry.then(|| std::time::Duration::from_secs(1));
             assert_eq!(is_forgotten(&error, MAKES), makes, "{code:?} {message}");
             assert_eq!(is_forgotten(&error, RUNS), runs, "{code:?} {message}");
+        }
+    }
+
+    #[tokio::test]
+    async fn what_breaks_off_may_have_run_or_is_asked_for_anew() {
+        for (kind, is_kept) in [(RUNS, true), (MAKES, false)] {
+            let pieces = [Ok(Bytes::from_static(b" ")), Err(std::io::Error::other("lost"))];
+            let body = Body::from_stream(futures::stream::iter(pieces));
+            let (sender, mut received) = mpsc::channel(AHEAD);
+            let answer = pass_on(body, 200, &sender, kind).await;
+            assert_eq!(answer.is_some(), is_kept);
+            assert!(received.recv().await.unwrap().is_ok());
+            assert!(received.recv().await.unwrap().is_err());
         }
     }
 
