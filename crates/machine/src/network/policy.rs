@@ -78,6 +78,8 @@ pub struct Policy {
     pub deny: Vec<Destination>,
     /// Of each direction.
     pub rate_limit_mbit: Option<u32>,
+    /// It reaches [`HostPolicy::door`] also without the internet.
+    pub door: bool,
 }
 
 /// Bytes since the network was prepared, with their frames' headers; names asked of the gateway are not among them.

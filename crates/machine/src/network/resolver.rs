@@ -203,12 +203,13 @@ impl Guest {
         match message::judge(query) {
             Verdict::Ignore => None,
             Verdict::Refuse(code) => Some(message::refusal(query, code)),
-            Verdict::Forward if !self.switch.is_open() => {
-                Some(message::refusal(query, Code::Refused))
-            }
             Verdict::Forward => {
+                // Nobody else hears of it. Whether it leads anywhere is for the walls to say.
                 if let Some(answer) = self.upstream.own_answer(query) {
                     return Some(answer);
+                }
+                if !self.switch.is_open() {
+                    return Some(message::refusal(query, Code::Refused));
                 }
                 let Ok(_place) = self.upstream.places.try_acquire() else {
                     return Some(message::refusal(query, Code::ServerFailure));

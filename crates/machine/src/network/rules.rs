@@ -281,7 +281,7 @@ fn judge(
         refuse(text, packets, destination);
     }
     if let Some(Door { ports, .. }) =
-        host.door.as_ref().filter(|_| policy.egress == Egress::Internet)
+        host.door.as_ref().filter(|_| policy.door || policy.egress == Egress::Internet)
     {
         let _ = writeln!(text, "    {} {passed}", door(packets, instance, ports));
     }

@@ -124,13 +124,25 @@ impl Admin {
         row.map_err(|_| silent())?.and_then(|row| row.try_get(0)).map_err(Error::internal)
     }
 
-    /// From the names and passwords of `origin` to its own, at once. Sessions that a clone has from its source end.
+    /// From the names and passwords of `origin` to its own, at once. Sessions that a clone has from its source end. Where the
+    /// owner has dropped the database, or given it another name, there is an empty one for the URL to lead to.
     pub(super) async fn make_own(
         &self,
         origin: &Credentials,
         own: &Credentials,
     ) -> Result<(), Error> {
-        self.run(&own_credentials(origin, own)).await
+        let has_database = self.has_database(&origin.database).await?;
+        // Ahead of the names by which this is known to be done.
+        if !has_database && !self.has_database(&own.database).await? {
+            let (database, role) = (&own.database, &origin.role);
+            self.run(&format!("CREATE DATABASE {database} OWNER {role}")).await?;
+        }
+        self.run(&own_credentials(origin, own, has_database)).await
+    }
+
+    async fn has_database(&self, name: &str) -> Result<bool, Error> {
+        let asked = format!("SELECT 1 FROM pg_database WHERE datname = '{name}'");
+        Ok(!self.rows(&asked).await?.is_empty())
     }
 
     pub(super) async fn refuses_writes(&self) -> Result<bool, Error> {
@@ -214,7 +226,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Bounded<S> {
 }
 
 fn silent() -> Error {
-    Error::internal("PostgreSQL did not answer in time")
+    Error::busy("PostgreSQL does not answer", 5)
 }
 
 /// All are told first, and then waited for.
@@ -233,7 +245,7 @@ fn passwords(own: &Credentials) -> String {
 }
 
 /// A database in use cannot be renamed, hence the end of its sessions first.
-fn own_credentials(origin: &Credentials, own: &Credentials) -> String {
+fn own_credentials(origin: &Credentials, own: &Credentials, has_database: bool) -> String {
     let rename = |what: &str, from: &str, to: &str| {
         // The same, where only passwords were being changed.
         if from == to { String::new() } else { format!("ALTER {what} {from} RENAME TO {to};") }
@@ -242,7 +254,11 @@ fn own_credentials(origin: &Credentials, own: &Credentials) -> String {
         "{END_OTHERS} BEGIN; {} {} {} COMMIT;",
         rename("ROLE", &origin.role, &own.role),
         passwords(own),
-        rename("DATABASE", &origin.database, &own.database),
+        if has_database {
+            rename("DATABASE", &origin.database, &own.database)
+        } else {
+            String::new()
+        },
     )
 }
 
@@ -269,10 +285,12 @@ mod tests {
     #[test]
     fn only_what_has_another_name_is_renamed() {
         let (origin, own) = (Credentials::of_template(), Credentials::random());
-        let text = own_credentials(&origin, &own);
+        let text = own_credentials(&origin, &own, true);
         assert!(text.contains(&format!("ALTER ROLE blank RENAME TO {}", own.role)));
         assert!(text.contains(&format!("ALTER DATABASE blank RENAME TO {}", own.database)));
         assert!(!text.contains(&own.password) && !text.contains(&own.admin_password));
-        assert!(!own_credentials(&own, &own.renewed()).contains("RENAME"));
+        assert!(!own_credentials(&own, &own.renewed(), true).contains("RENAME"));
+        // Its owner has dropped it, or given it another name.
+        assert!(!own_credentials(&origin, &own, false).contains("DATABASE"));
     }
 }

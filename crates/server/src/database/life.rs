@@ -41,6 +41,10 @@ const MOST_COPIED_BYTES: u64 = 4 << 30;
 const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
 /// Of what a command says: the guest is its tenant's.
 const MOST_SAID: usize = 64 << 10;
+/// Characters of a reason.
+const MOST_TOLD: usize = 300;
+/// What is done to PostgreSQL from outside of it; see `templates/postgres.toml`.
+const SCRIPT: &str = "atoll-postgres ";
 
 /// Whether the machine of an attempt before will do.
 fn is_made(machine: Option<(State, Target)>) -> bool {
@@ -50,6 +54,18 @@ fn is_made(machine: Option<(State, Target)>) -> bool {
 fn keep_some(said: &mut Vec<u8>, bytes: &[u8]) {
     let room = MOST_SAID.saturating_sub(said.len());
     said.extend_from_slice(&bytes[..bytes.len().min(room)]);
+}
+
+/// To be shown to whoever has the database: its guest is theirs.
+fn failed(command: &str, said: &str) -> Error {
+    let Some(verb) = command.strip_prefix(SCRIPT) else {
+        return Error::internal(format!("`{command}` failed in a database: {said}"));
+    };
+    let verb = verb.split(' ').next().unwrap_or_default();
+    let last =
+        said.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or("no reason told");
+    let why: String = last.chars().take(MOST_TOLD).collect();
+    Error::busy(format!("PostgreSQL did not {verb}: {why}"), 5).because(said.to_owned())
 }
 
 impl Databases {
@@ -111,6 +127,8 @@ impl Databases {
         let (account, sandbox) = entry.sandbox();
         loop {
             let needs_help = match self.sandboxes.state_of(&account, &sandbox) {
+                // It was not brought up, and may recover meanwhile.
+                Some((State::Running, Target::Running)) => entry.look(|row| row.error.is_some()),
                 Some((State::Failed, target)) => target != Target::Deleted,
                 // Of one that shall never sleep, somebody else's doing.
                 Some((State::Hibernated | State::Stopped, target)) => {
@@ -458,7 +476,6 @@ impl Databases {
             timeout_seconds: Some(deadline.as_secs_f64()),
             ..ExecRequest::default()
         };
-        let verb = command.split(' ').nth(1).unwrap_or_default();
         let mut watch = inside.start_exec(request).await?;
         let mut said = Vec::new();
         while let Some(event) = watch.next().await {
@@ -469,14 +486,11 @@ impl Databases {
                     if status.exit_code == Some(0) {
                         return Ok(said);
                     }
-                    return Err(Error::internal(format!(
-                        "PostgreSQL did not {verb} ({:?}): {said}",
-                        status.exit_code
-                    )));
+                    return Err(failed(command, &said));
                 }
             }
         }
-        Err(Error::internal(format!("`{verb}` was not seen to end in a database")))
+        Err(Error::internal(format!("`{command}` was not seen to end in a database")))
     }
 
     pub(super) async fn renew(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
@@ -574,6 +588,15 @@ mod tests {
         for state in [State::Running, State::Hibernated, State::Stopped, State::Failed] {
             assert!(is_made(Some((state, Target::Running))), "{state:?}");
         }
+    }
+
+    #[test]
+    fn why_postgresql_does_not_start_is_told_in_a_sentence() {
+        let told = failed("atoll-postgres start", "LOG: starting\nFATAL: no such thing\n\n");
+        assert_eq!(told.message, "PostgreSQL did not start: FATAL: no such thing");
+        let told = failed("atoll-postgres recover 'then' 'secret'", &"x".repeat(2 * MOST_TOLD));
+        assert_eq!(told.message, format!("PostgreSQL did not recover: {}", "x".repeat(MOST_TOLD)));
+        assert!(!failed("stat -f /", "its own affair").message.contains("own affair"));
     }
 
     #[test]

@@ -200,9 +200,6 @@ impl Databases {
             };
             guest.set_nodelay(true).map_err(Error::internal)?;
             if self.hears(entry, &mut guest, message).await {
-                if entry.look(|row| row.error.is_some()) {
-                    entry.change(|row| row.error = None);
-                }
                 return Ok((in_use, guest));
             }
         }

@@ -324,7 +324,7 @@ impl Databases {
         Database {
             id: row.id,
             label: row.label,
-            status: status_of(row.state, state),
+            status: status_of(row.state, state, row.error.is_some()),
             error: row.error.or(short_of),
             size: row.size,
             cpu: row.cpu,
@@ -350,7 +350,8 @@ impl Databases {
         for entry in self.all() {
             let (account, sandbox) = entry.sandbox();
             let state = self.sandboxes.state_of(&account, &sandbox);
-            let status = status_of(entry.look(|row| row.state), state);
+            let (own, has_failed) = entry.look(|row| (row.state, row.error.is_some()));
+            let status = status_of(own, state, has_failed);
             *counts.entry(status.name()).or_default() += 1;
         }
         counts
@@ -369,6 +370,15 @@ impl Databases {
             without: told.iter().filter(|told| told.last_backup_at.is_none()).count(),
             oldest_last: told.iter().filter_map(|told| told.last_backup_at).min().map(seconds),
         }
+    }
+
+    /// What their disks take of the pool.
+    pub(crate) fn disk_bytes(&self) -> u64 {
+        let of = |entry: &Arc<Entry>| {
+            let (account, sandbox) = entry.sandbox();
+            self.sandboxes.disk_use_of(&account, &sandbox)
+        };
+        self.all().iter().map(of).sum()
     }
 
     pub(crate) fn connections(&self) -> u64 {
@@ -392,11 +402,17 @@ enum Secrets {
     Withheld,
 }
 
-fn status_of(state: DatabaseState, sandbox: Option<(State, Target)>) -> DatabaseStatus {
+/// `has_failed`: it could not be brought up, which is tried again.
+fn status_of(
+    state: DatabaseState,
+    sandbox: Option<(State, Target)>,
+    has_failed: bool,
+) -> DatabaseStatus {
     match (state, sandbox.map(|(state, _)| state)) {
         (DatabaseState::Provisioning, _) => DatabaseStatus::Provisioning,
         (DatabaseState::Failed, _) => DatabaseStatus::Failed,
         (DatabaseState::Deleting, _) => DatabaseStatus::Deleting,
+        (DatabaseState::Ready, Some(State::Running)) if has_failed => DatabaseStatus::Recovering,
         (DatabaseState::Ready, Some(State::Running)) => DatabaseStatus::Running,
         (DatabaseState::Ready, Some(State::Paused)) => DatabaseStatus::Paused,
         (DatabaseState::Ready, Some(State::Hibernated)) => DatabaseStatus::Hibernated,

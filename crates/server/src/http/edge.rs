@@ -19,6 +19,8 @@ use serde_json::{Map, Value};
 use super::{held::with, stopping::Stopping, unread::Unread};
 use crate::{App, Error, buffers::Held};
 
+/// In metrics and logs.
+const UNKNOWN_ROUTE: &str = "unknown";
 /// Characters.
 const LONGEST_SENTENCE: usize = 600;
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -71,7 +73,7 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
     let id = request_id(request.headers());
     let method = method_label(request.method());
     let route = request.extensions().get::<MatchedPath>().cloned();
-    let route = route.as_ref().map_or("unknown", MatchedPath::as_str);
+    let route = route.as_ref().map_or(UNKNOWN_ROUTE, MatchedPath::as_str);
     let under_way = UnderWay::begin(&app);
     let stopping = request.extensions().get::<Stopping>().cloned();
     let waits = request.headers().contains_key(EXPECT);
@@ -95,9 +97,12 @@ pub(super) async fn edge(State(app): State<Arc<App>>, request: Request, next: Ne
     };
     drop(under_way);
     if let Some(refusal) = response.extensions_mut().remove::<Refusal>() {
+        let code = refusal.error.code;
+        let is_stranger = route == UNKNOWN_ROUTE
+            || matches!(code, ErrorCode::Unauthenticated | ErrorCode::RateLimited);
         match &stopping {
-            Some(stopping) => drop(stopping.in_time(unread.drain()).await),
-            None => unread.drain().await,
+            Some(stopping) => drop(stopping.in_time(unread.drain(is_stranger)).await),
+            None => unread.drain(is_stranger).await,
         }
         let id = id.to_str().unwrap_or_default();
         log(&refusal.error, id, method, route);

@@ -17,8 +17,9 @@ use crate::Error;
 /// After so long there is a byte, and then one in each interval.
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(15);
 const KEEP_ALIVE: Duration = Duration::from_secs(5);
-/// As late as it may be: what has no room is refused by then, with a status on which clients send it again.
-const RESOURCE_KEEP_ALIVE_AFTER: Duration = Duration::from_secs(25);
+/// As late as it may be: what has no room, or waits 25 s for its turn, is refused by then, with a status on which clients send
+/// it again.
+const RESOURCE_KEEP_ALIVE_AFTER: Duration = Duration::from_secs(28);
 
 /// What `answer` makes of the result where that comes soon. Once the answer has begun it has its status, so `late` makes of
 /// the outcome what there is to tell in the body, with something that is held until it was taken.
@@ -147,8 +148,8 @@ mod tests {
             let body = axum::body::to_bytes(response.into_body(), usize::MAX).await.unwrap();
             (status, String::from_utf8(body.to_vec()).unwrap())
         };
-        assert_eq!(made_after(24).await, (201, "7".to_owned()));
-        assert_eq!(made_after(26).await, (200, " 7".to_owned()));
+        assert_eq!(made_after(27).await, (201, "7".to_owned()));
+        assert_eq!(made_after(29).await, (200, " 7".to_owned()));
     }
 
     #[tokio::test(start_paused = true)]

@@ -256,6 +256,11 @@ fn own_figures(app: &App) -> Vec<Figure> {
             backups.without as u64,
         ),
         figure("database_connections", "Connections to databases.", app.databases.connections()),
+        figure(
+            "database_disk_bytes",
+            "What the disks of databases take of the pool.",
+            app.databases.disk_bytes(),
+        ),
         figure("connections", "Connections of clients.", connections.count() as u64),
         figure("connections_limit", "Connections that there may be.", connections.most() as u64),
         figure(

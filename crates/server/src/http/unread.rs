@@ -17,6 +17,8 @@ use hyper::body::{Body as HttpBody, Frame, SizeHint};
 /// Beyond that the connection is closed on the client.
 const MOST_DRAINED: usize = 64 << 20;
 const DRAIN_DEADLINE: Duration = Duration::from_secs(60);
+/// Of somebody whom nobody knows: it takes a connection's place meanwhile.
+const STRANGERS_DEADLINE: Duration = Duration::from_secs(10);
 /// A client that sends nothing for so long is not in the middle of sending.
 const DRAIN_PAUSE: Duration = Duration::from_secs(3);
 
@@ -33,7 +35,8 @@ impl Unread {
     }
 
     /// Takes the rest, within limits: before a refusal is sent.
-    pub(super) async fn drain(self) {
+    pub(super) async fn drain(self, of_stranger: bool) {
+        let deadline = if of_stranger { STRANGERS_DEADLINE } else { DRAIN_DEADLINE };
         let rest = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(rest) = rest else { return };
         let mut pieces = rest.into_data_stream();
@@ -46,7 +49,7 @@ impl Unread {
             }
         };
         // Whoever sends slowly has seen that nobody reads.
-        let _ = tokio::time::timeout(DRAIN_DEADLINE, draining).await;
+        let _ = tokio::time::timeout(deadline, draining).await;
     }
 }
 
@@ -110,7 +113,7 @@ mod tests {
             body.next().await.unwrap().unwrap();
         }
         drop(body);
-        unread.drain().await;
+        unread.drain(false).await;
         count.load(Ordering::Relaxed)
     }
 
@@ -131,7 +134,7 @@ mod tests {
     async fn nobody_waits_long_for_a_client_that_sends_no_more() {
         let (unread, body) = Unread::of(Body::from_stream(stalled()), false);
         drop(body);
-        tokio::time::timeout(2 * DRAIN_PAUSE, unread.drain()).await.unwrap();
+        tokio::time::timeout(2 * DRAIN_PAUSE, unread.drain(false)).await.unwrap();
     }
 
     fn stalled() -> impl futures::Stream<Item = std::io::Result<Bytes>> {

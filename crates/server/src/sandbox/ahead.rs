@@ -225,7 +225,7 @@ impl Sandboxes {
         machine: Machine,
         site: &Site,
     ) -> Result<Loaded, Error> {
-        let (disk_bytes, policy) = entry.look(|row| (row.disk_mb << 20, row.network.clone()));
+        let disk_bytes = entry.look(|row| row.disk_mb << 20);
         let Root::Own(files) = self.root(entry)? else {
             return Err(Error::internal("a machine that has run ahead has a disk already"));
         };
@@ -241,7 +241,7 @@ impl Sandboxes {
             Ok(())
         };
         // All before the guest goes on.
-        tokio::try_join!(moved, network::open(site.gate(), &policy), attached)?;
+        tokio::try_join!(moved, network::open(site.gate(), entry), attached)?;
         let grow_root = disk_bytes > saved.disk_bytes;
         if grow_root {
             machine.lengthen_root(disk_bytes);

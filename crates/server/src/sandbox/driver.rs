@@ -299,10 +299,9 @@ impl Sandboxes {
             let load = Load { state: saved.state()?, root_disk, volumes };
             prepared.load(load).await.map_err(not_started)
         };
-        let policy = entry.look(|row| row.network.clone());
         let begun = Instant::now();
         // Both before the guest's first step.
-        let (machine, ()) = tokio::try_join!(load, network::put_in_place(site.gate(), &policy))?;
+        let (machine, ()) = tokio::try_join!(load, network::put_in_place(site.gate(), entry))?;
         tracing::debug!(sandbox = %entry.look(|row| row.id), took = ?begun.elapsed(), "loaded");
         Ok(Loaded { machine, later, mounts, grow_root: disk_bytes > saved.disk_bytes })
     }

@@ -11,6 +11,7 @@ use machine::network::{Destination, DestinationError, Egress, Gate, HostPolicy, 
 use super::{
     Sandboxes,
     driver::Inside,
+    managed,
     registry::{Entry, locked},
     state::Wish,
 };
@@ -94,9 +95,11 @@ fn destinations(
         .collect()
 }
 
+/// `door`: it has been given databases, which it reaches whatever else it does not.
+///
 /// # Errors
 /// A row was damaged.
-pub(crate) fn for_machine(policy: &NetworkPolicy) -> Result<Policy, Error> {
+fn for_machine(policy: &NetworkPolicy, door: bool) -> Result<Policy, Error> {
     let parsed = |texts: &[String]| {
         texts.iter().map(|text| text.parse()).collect::<Result<Vec<Destination>, _>>()
     };
@@ -108,12 +111,23 @@ pub(crate) fn for_machine(policy: &NetworkPolicy) -> Result<Policy, Error> {
         allow: parsed(&policy.allow).map_err(Error::internal)?,
         deny: parsed(&policy.deny).map_err(Error::internal)?,
         rate_limit_mbit: policy.rate_limit_mbit,
+        // With the internet every sandbox does.
+        door: door && policy.egress == api::Egress::None,
     })
 }
 
+/// As its row has it.
+///
+/// # Errors
+/// The row was damaged.
+pub(super) fn policy_of(entry: &Entry) -> Result<Policy, Error> {
+    let (policy, door) = entry.look(|row| (row.network.clone(), !row.databases.is_empty()));
+    for_machine(&policy, door)
+}
+
 /// Before the guest of a freshly prepared network runs. Such a network has the default policy already.
-pub(crate) async fn put_in_place(gate: &Gate, policy: &NetworkPolicy) -> Result<(), Error> {
-    let policy = for_machine(policy)?;
+pub(super) async fn put_in_place(gate: &Gate, entry: &Entry) -> Result<(), Error> {
+    let policy = policy_of(entry)?;
     if policy == Policy::default() {
         return Ok(());
     }
@@ -121,8 +135,8 @@ pub(crate) async fn put_in_place(gate: &Gate, policy: &NetworkPolicy) -> Result<
 }
 
 /// The same, of a network that was shut.
-pub(crate) async fn open(gate: &Gate, policy: &NetworkPolicy) -> Result<(), Error> {
-    gate.open(&for_machine(policy)?).await.map_err(Error::internal)
+pub(super) async fn open(gate: &Gate, entry: &Entry) -> Result<(), Error> {
+    gate.open(&policy_of(entry)?).await.map_err(Error::internal)
 }
 
 /// Over the networks that sandboxes of this server no longer have.
@@ -169,7 +183,7 @@ impl Sandboxes {
     /// Answers when every packet is judged by the new policy.
     ///
     /// # Errors
-    /// 400 names the bad field; 404 when it is not theirs or gone.
+    /// 400 names the bad field; 404 when it is not theirs or gone; 409 for a database's.
     pub async fn update_network(
         &self,
         account: &AccountId,
@@ -177,13 +191,14 @@ impl Sandboxes {
         update: UpdateNetwork,
     ) -> Result<api::Network, Error> {
         let entry = self.registry.find(account, id)?;
+        managed::refuse(&entry)?;
         entry.accept(Wish::Change, self.clock.steady_ms())?;
         // A start under way comes to its end first, so that it cannot put the old policy in place afterwards.
         let _no_other_change = entry.network_changes.lock().await;
         entry.accept(Wish::Change, self.clock.steady_ms())?;
         let before = entry.look(|row| row.network.clone());
         let policy = updated(before.clone(), update, self.sites.networks.host_policy(), "")?;
-        let rules = for_machine(&policy)?;
+        let rules = for_machine(&policy, entry.look(|row| !row.databases.is_empty()))?;
         // Written first: should this server die before the rules are in place, the next one puts them there.
         self.write_network(&entry, policy).await?;
         let inside = entry.inside();
@@ -316,6 +331,10 @@ mod tests {
         let unlimited = UpdateNetwork { rate_limit_mbit: Some(0), ..UpdateNetwork::default() };
         let unlimited = updated(before.clone(), unlimited, &host, "").unwrap();
         assert_eq!(unlimited, NetworkPolicy { rate_limit_mbit: None, ..before });
-        assert_eq!(for_machine(&unlimited).unwrap().egress, Egress::None);
+        let closed = for_machine(&unlimited, false).unwrap();
+        assert_eq!((closed.egress, closed.door), (Egress::None, false));
+        assert!(for_machine(&unlimited, true).unwrap().door);
+        // The policy of a network that is prepared: nothing has to be put in place for it.
+        assert_eq!(for_machine(&NetworkPolicy::default(), true).unwrap(), Policy::default());
     }
 }

@@ -224,11 +224,10 @@ impl Sandboxes {
             attached.iter().map(|volume| volume.mount(Volumes::Mounted)).collect();
         let volumes = attached.into_iter().map(Attached::into_disk).collect();
         let switch = Switch { spec, memory, root_disk, volumes, place: site.place()? };
-        let policy = entry.look(|row| row.network.clone());
         fault::point!("start.machine_starting", Error::internal);
         // Both before the guest's first step.
         let machine = async { self.bakes.power_on(switch).await.map_err(not_started) };
-        let (machine, ()) = tokio::try_join!(machine, network::put_in_place(site.gate(), &policy))?;
+        let (machine, ()) = tokio::try_join!(machine, network::put_in_place(site.gate(), entry))?;
         machine.resume().await.map_err(not_started)?;
         let guest = match machine.connect_guest(BOOT_DEADLINE).await {
             Ok(guest) => guest,

@@ -209,8 +209,7 @@ impl Sandboxes {
     }
 
     async fn adopt(&self, entry: &Entry, slot: u16) -> Result<(), Error> {
-        let policy = entry.look(|row| row.network.clone());
-        let site = self.sites.adopt(slot, &network::for_machine(&policy)?).await?;
+        let site = self.sites.adopt(slot, &network::policy_of(entry)?).await?;
         let machine =
             Hypervisor::adopt(&site.place_without_tap()).await.map_err(Error::internal)?;
         entry.put_inside(Inside::new(machine, site));

@@ -9,7 +9,6 @@ use std::{
 
 use api::{AccountId, Build, BuildStatus, ErrorCode, TemplateName};
 use store::{
-    Digest,
     recipe::{Recipe, ResolvedRecipe},
     template::{Size, Template},
 };
@@ -35,8 +34,9 @@ const MOST_LOGS: usize = 100;
 const MOST_UNFINISHED: usize = 16;
 
 /// Bakes of builds at once, of all accounts: each is a machine whose recipe says how long it runs.
-const MOST_BAKES: usize = 2;
-const BAKE_DEADLINE: Duration = Duration::from_secs(900);
+const MOST_BAKES: usize = 4;
+/// Longer than all commands of a `warm_up` may take: no bake goes on for nobody.
+const BAKE_DEADLINE: Duration = Duration::from_secs(3600);
 
 /// Of a template made from a root file system.
 const TAR_SIZE: Size = Size { cpu: 2, memory_mb: 2048, disk_mb: 10_240 };
@@ -53,14 +53,12 @@ pub enum BuildSource {
     },
 }
 
-type NameTurn = Arc<AsyncMutex<()>>;
-
 pub(super) struct Builds {
     /// Oldest first.
     logs: Mutex<VecDeque<(String, Arc<Log>)>>,
     turn: Arc<Semaphore>,
     baking: Semaphore,
-    names: Mutex<HashMap<(AccountId, TemplateName), NameTurn>>,
+    of_accounts: Mutex<HashMap<AccountId, Arc<AsyncMutex<()>>>>,
     unfinished: Arc<Semaphore>,
 }
 
@@ -70,18 +68,18 @@ impl Default for Builds {
             logs: Mutex::default(),
             turn: Arc::new(Semaphore::new(1)),
             baking: Semaphore::new(MOST_BAKES),
-            names: Mutex::default(),
+            of_accounts: Mutex::default(),
             unfinished: Arc::new(Semaphore::new(MOST_UNFINISHED)),
         }
     }
 }
 
 impl Builds {
-    /// Held while one of that name is built: the last that was asked for is the last to have it.
-    fn turn_of(&self, account: &AccountId, name: &TemplateName) -> NameTurn {
-        let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
-        names.retain(|_, turn| Arc::strong_count(turn) > 1);
-        Arc::clone(names.entry((account.clone(), name.clone())).or_default())
+    /// An account's builds go one after another: they take nobody else's place, and the last of a name has it in the end.
+    fn turn_of(&self, account: &AccountId) -> Arc<AsyncMutex<()>> {
+        let mut turns = self.of_accounts.lock().unwrap_or_else(PoisonError::into_inner);
+        turns.retain(|_, turn| Arc::strong_count(turn) > 1);
+        Arc::clone(turns.entry(account.clone()).or_default())
     }
 }
 
@@ -231,8 +229,8 @@ impl Templates {
         source: Source,
         log: &Arc<Log>,
     ) -> Result<(), Error> {
-        let of_its_name = self.builds.turn_of(&row.account, &row.name);
-        let _next_of_its_name_waits = of_its_name.lock().await;
+        let of_account = self.builds.turn_of(&row.account);
+        let _until_it_is_done = of_account.lock().await;
         let turn = self.builds.turn.acquire().await.map_err(Error::internal)?;
         row.status = BuildStatus::Running;
         row.started_at = Some(self.clock.now_ms());
@@ -260,20 +258,9 @@ impl Templates {
             created_at: self.clock.now_ms(),
         };
         self.db.put_template(&template).await?;
-        let before = {
-            let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
-            own.insert((row.account.clone(), row.name.clone()), template)
-        };
-        if let Some(digest) = before.and_then(|before| before.digest.parse().ok()) {
-            self.remove_or_tell(digest).await;
-        }
+        let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
+        own.insert((row.account.clone(), row.name.clone()), template);
         Ok(())
-    }
-
-    async fn remove_or_tell(&self, digest: Digest) {
-        if let Err(error) = self.remove_unnamed(digest.clone()).await {
-            tracing::warn!(template = %digest, cause = error.causes(), "files of a template are left over");
-        }
     }
 
     /// With its label and its description.
@@ -313,12 +300,11 @@ impl Templates {
         let _turn = self.builds.baking.acquire().await.map_err(Error::internal)?;
         let Err(error) = self.bakes.get(built, &size, BAKE_DEADLINE).await else { return Ok(()) };
         tracing::warn!(template = %built.digest, %error, cause = error.causes(), "failed to bake a template");
-        if error.code != ErrorCode::Unavailable {
-            self.remove_or_tell(built.digest.clone()).await;
+        if let Err(error) = self.remove_unnamed(built.digest.clone()).await {
+            tracing::warn!(template = %built.digest, cause = error.causes(), "files of a template are left over");
         }
         let message = if error.code == ErrorCode::Unavailable {
-            // It goes on, and is there for who builds the same again.
-            "a sandbox of it takes more than 15 minutes to come to rest; make its `warm_up` shorter"
+            "a sandbox of it takes more than an hour to come to rest; make its `warm_up` shorter"
         } else if error.code == ErrorCode::Internal {
             "no sandbox of it could be started and brought to rest; look at what it runs at its start and at `warm_up`"
         } else {

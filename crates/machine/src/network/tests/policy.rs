@@ -10,7 +10,8 @@ use super::{
 };
 
 fn policy(egress: Egress, allow: &[&str], deny: &[&str]) -> Policy {
-    Policy { egress, allow: destinations(allow), deny: destinations(deny), rate_limit_mbit: None }
+    let (allow, deny) = (destinations(allow), destinations(deny));
+    Policy { egress, allow, deny, ..Policy::default() }
 }
 
 #[tokio::test(flavor = "multi_thread")]

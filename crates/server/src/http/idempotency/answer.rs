@@ -191,8 +191,9 @@ async fn with_body(turn: Turn, ticket: Ticket, response: Response, kind: Kind) -
     let Some(length) = body.size_hint().exact() else {
         let (sender, pieces) = mpsc::channel(AHEAD);
         tokio::spawn(async move {
-            let answer = pass_on(body, status, &sender, kind).await;
-            keep(&turn, ticket, answer).await;
+            if let Some(answer) = pass_on(body, status, &sender, kind).await {
+                keep(&turn, ticket, Some(answer)).await;
+            }
         });
         return Response::from_parts(head, Body::from_stream(ReceiverStream::new(pieces)));
     };
@@ -209,7 +210,7 @@ async fn with_body(turn: Turn, ticket: Ticket, response: Response, kind: Kind) -
     Response::from_parts(head, Body::from(bytes))
 }
 
-/// `None` where it breaks off and nothing can have run: what was made is found again.
+/// `None` where it breaks off and nothing can have run: the next with the key looks for what was made, as after a crash.
 async fn pass_on(
     body: Body,
     status: u16,
