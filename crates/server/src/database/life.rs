@@ -1,24 +1,20 @@
 //! A database's keeper: makes it, starts it again when its machine has died, and removes it. Every step may be repeated,
 //! so a server that dies at any of them leaves nothing that the next one does not finish.
 
-use std::{io, pin::pin, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
-use api::{CreateNetwork, CreateSandbox, DatabaseId, ErrorCode, ExecRequest};
-use futures::poll;
+use api::{CreateNetwork, CreateSandbox, DatabaseId, ErrorCode};
 use tokio::{
     net::TcpListener,
-    time::{Instant, sleep, timeout},
+    time::{Instant, sleep},
 };
 
-use super::{
-    DatabaseState, Databases, Entry,
-    admin::{Admin, Refused},
-};
+use super::{DatabaseState, Databases, Entry};
 use crate::{
     Error,
     db::{DatabaseRow, NO_PORT},
     keys::Caller,
-    sandbox::{DatabaseBeginning, ExecEvent, State, Target},
+    sandbox::{DatabaseBeginning, State, Target},
 };
 
 pub(crate) const TEMPLATE: &str = "postgres";
@@ -27,45 +23,14 @@ const PROVISION_DEADLINE: Duration = Duration::from_secs(1200);
 const PROVISION_PAUSE: Duration = Duration::from_millis(500);
 /// Whatever whoever has no room names.
 const LONGEST_PROVISION_PAUSE: Duration = Duration::from_secs(10);
-/// From a running machine to PostgreSQL that takes connections. A recovery that takes longer goes on meanwhile.
-const UP_DEADLINE: Duration = Duration::from_secs(300);
-/// What is late is ended with all that it has started, and a recovery would begin anew: longer than any of them.
-const START_DEADLINE: Duration = Duration::from_secs(3600);
-/// From a first failure to reach one that runs.
-const UP_AGAIN: Duration = Duration::from_secs(10);
-const UP_PAUSE: Duration = Duration::from_millis(100);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Of a source's memory, for a clone. The source stands still while it is compared: for each GiB a fifth of a second.
 const MOST_COPIED_BYTES: u64 = 4 << 30;
 /// Between tries to start one again whose machine does not.
 const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
-/// Of what a command says: the guest is its tenant's.
-const MOST_SAID: usize = 64 << 10;
-/// Characters of a reason.
-const MOST_TOLD: usize = 300;
-/// What is done to PostgreSQL from outside of it; see `templates/postgres.toml`.
-const SCRIPT: &str = "atoll-postgres ";
-
 /// Whether the machine of an attempt before will do.
 fn is_made(machine: Option<(State, Target)>) -> bool {
     matches!(machine, Some((state, target)) if state != State::Creating && target != Target::Deleted)
-}
-
-fn keep_some(said: &mut Vec<u8>, bytes: &[u8]) {
-    let room = MOST_SAID.saturating_sub(said.len());
-    said.extend_from_slice(&bytes[..bytes.len().min(room)]);
-}
-
-/// To be shown to whoever has the database: its guest is theirs.
-fn failed(command: &str, said: &str) -> Error {
-    let Some(verb) = command.strip_prefix(SCRIPT) else {
-        return Error::internal(format!("`{command}` failed in a database: {said}"));
-    };
-    let verb = verb.split(' ').next().unwrap_or_default();
-    let last =
-        said.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or("no reason told");
-    let why: String = last.chars().take(MOST_TOLD).collect();
-    Error::busy(format!("PostgreSQL did not {verb}: {why}"), 5).because(said.to_owned())
 }
 
 impl Databases {
@@ -336,197 +301,6 @@ impl Databases {
         self.sandboxes.set_idle(&account, &sandbox, idle).await
     }
 
-    /// Its machine runs and PostgreSQL takes connections when this returns, whatever was before. Idempotent.
-    pub(super) async fn bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
-        let asked = Instant::now();
-        let mut last = entry.brought_up.lock().await;
-        // Many may have waited here, and each look costs a login.
-        if let Some((_, failed)) = last.as_ref().filter(|(began, _)| *began >= asked) {
-            return failed.as_ref().map_or(Ok(()), |message| Err(Error::busy(message.clone(), 2)));
-        }
-        let began = Instant::now();
-        let outcome = self.bring_up_now(entry).await;
-        let failed = outcome.as_ref().err().map(|error| error.message.clone());
-        if failed.is_some() {
-            entry.change(|row| row.error.clone_from(&failed));
-        }
-        *last = Some((began, failed));
-        outcome
-    }
-
-    async fn bring_up_now(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
-        let (account, sandbox) = entry.sandbox();
-        let state = || self.sandboxes.state_of(&account, &sandbox).map(|(state, _)| state);
-        let mut until = None;
-        loop {
-            let before = state();
-            let mut ended = pin!(self.sandboxes.machine_end(&account, &sandbox));
-            let Err(error) = self.try_to_bring_up(entry).await else { return Ok(()) };
-            // What ran has ended: it is known to be off in a moment, and is started then.
-            let has_ended = match before {
-                Some(State::Running | State::Paused) => poll!(ended.as_mut()).is_ready(),
-                Some(State::Creating | State::Hibernated) => {
-                    matches!(state(), Some(State::Stopped | State::Failed))
-                }
-                Some(State::Stopped | State::Failed) | None => false,
-            };
-            if !has_ended || Instant::now() > *until.get_or_insert(Instant::now() + UP_AGAIN) {
-                return Err(error);
-            }
-            sleep(UP_PAUSE).await;
-        }
-    }
-
-    async fn try_to_bring_up(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
-        let _turn = entry.turn.lock().await;
-        let (account, sandbox) = entry.sandbox();
-        let _in_use = self.sandboxes.keep_running(&account, &sandbox).await?;
-        tokio::select! {
-            admin = self.admin(entry) => drop(admin?),
-            () = self.sandboxes.machine_end(&account, &sandbox) => {
-                return Err(Error::busy("the database's machine has just ended", 2));
-            }
-        }
-        entry.change(|row| {
-            row.error = None;
-            row.settle();
-        });
-        Ok(())
-    }
-
-    /// A session of the server's own, in a database that has its own credentials then.
-    pub(super) async fn admin(&self, entry: &Entry) -> Result<Admin, Error> {
-        let (own, origin) = entry.look(|row| (row.credentials.clone(), row.origin.clone()));
-        let mut either = [&own, &origin];
-        // Each login costs much in a guest that has just been restored.
-        if entry.look(|row| row.state) == DatabaseState::Provisioning {
-            either.reverse();
-        }
-        let until = Instant::now() + UP_DEADLINE;
-        loop {
-            let mut wrong = 0;
-            for credentials in either {
-                match self.login(entry, &credentials.admin_password).await {
-                    Ok(admin) => {
-                        if credentials.admin_password != own.admin_password {
-                            admin.make_own(&origin, &own).await?;
-                        }
-                        // Also after a change whose end nobody has seen.
-                        if entry.look(|row| row.state) == DatabaseState::Ready {
-                            self.tell_sandboxes(entry);
-                        }
-                        return Ok(admin);
-                    }
-                    Err(Refused::WrongPassword) => wrong += 1,
-                    Err(Refused::Other(error)) => return Err(error),
-                    Err(Refused::NotYet) => break,
-                }
-            }
-            if wrong == either.len() {
-                return Err(Error::internal(
-                    "PostgreSQL knows neither the database's password nor that of its origin",
-                ));
-            }
-            if Instant::now() > until {
-                return Err(Error::busy("PostgreSQL does not take connections yet", 5));
-            }
-            sleep(UP_PAUSE).await;
-        }
-    }
-
-    async fn login(&self, entry: &Entry, password: &str) -> Result<Admin, Refused> {
-        match self.try_to_dial(entry).await {
-            Some(Ok(stream)) => Admin::login(stream, "postgres", password).await,
-            // After a boot, or a crash of PostgreSQL alone.
-            Some(Err(error)) if error.kind() == io::ErrorKind::ConnectionRefused => {
-                self.start_postgres(entry).await.map_err(Refused::Other)?;
-                Err(Refused::NotYet)
-            }
-            Some(Err(_)) => Err(Refused::NotYet),
-            None => Err(Refused::Other(Error::busy("the database's machine does not run", 2))),
-        }
-    }
-
-    /// Returns once it takes connections, or recovers.
-    async fn start_postgres(&self, entry: &Entry) -> Result<(), Error> {
-        tracing::info!(database = %entry.id(), "starting PostgreSQL");
-        let started = self.run_inside_within(entry, "atoll-postgres start", START_DEADLINE);
-        match timeout(UP_DEADLINE, started).await {
-            Ok(started) => started.map(drop),
-            // It goes on by itself.
-            Err(_) => Err(Error::busy("PostgreSQL does not take connections yet", 5)),
-        }
-    }
-
-    /// What a command that succeeds in its machine has said.
-    pub(super) async fn run_inside(&self, entry: &Entry, command: &str) -> Result<String, Error> {
-        self.run_inside_within(entry, command, UP_DEADLINE).await
-    }
-
-    pub(super) async fn run_inside_within(
-        &self,
-        entry: &Entry,
-        command: &str,
-        deadline: Duration,
-    ) -> Result<String, Error> {
-        let (account, sandbox) = entry.sandbox();
-        let inside = self.sandboxes.inside_now(&account, &sandbox)?;
-        let request = ExecRequest {
-            cmd: command.to_owned(),
-            timeout_seconds: Some(deadline.as_secs_f64()),
-            ..ExecRequest::default()
-        };
-        let mut watch = inside.start_exec(request).await?;
-        let mut said = Vec::new();
-        while let Some(event) = watch.next().await {
-            match event? {
-                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => keep_some(&mut said, &bytes),
-                ExecEvent::Ended(status) => {
-                    let said = String::from_utf8_lossy(&said).into_owned();
-                    if status.exit_code == Some(0) {
-                        return Ok(said);
-                    }
-                    return Err(failed(command, &said));
-                }
-            }
-        }
-        Err(Error::internal(format!("`{command}` was not seen to end in a database")))
-    }
-
-    pub(super) async fn renew(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
-        self.bring_up(entry).await?;
-        let _turn = entry.turn.lock().await;
-        let (account, sandbox) = entry.sandbox();
-        let _in_use = self.sandboxes.use_of(&account, &sandbox)?;
-        let before = entry.look(|row| row.credentials.clone());
-        let after = before.renewed();
-        let admin = self.admin(entry).await?;
-        // Both are known to the row until PostgreSQL has the new ones: whatever dies in between, the next login finds out
-        // which it is, and makes them the new ones.
-        entry.change(|row| {
-            row.origin = before.clone();
-            row.credentials = after.clone();
-        });
-        if let Err(error) = self.save(entry).await {
-            entry.change(|row| row.credentials = before);
-            return Err(error);
-        }
-        fault::point!("renew.row_written", Error::internal);
-        let renewed = admin.renew(&after).await;
-        // Whether it has them or gets them in a moment: nobody stays who came with the old ones.
-        entry.end_sessions();
-        self.tell_sandboxes(entry);
-        renewed?;
-        fault::point!("renew.renewed");
-        entry.change(DatabaseRow::settle);
-        if let Err(error) = self.save(entry).await {
-            // The next server looks once more.
-            tracing::warn!(database = %entry.id(), cause = error.causes(), "failed to write down that passwords have changed");
-        }
-        tracing::info!(database = %entry.id(), "changed its credentials");
-        Ok(())
-    }
-
     /// How it is reached from now on.
     pub(super) fn tell_sandboxes(&self, entry: &Entry) {
         let (id, account) = entry.look(|row| (row.id, row.account.clone()));
@@ -588,25 +362,5 @@ mod tests {
         for state in [State::Running, State::Hibernated, State::Stopped, State::Failed] {
             assert!(is_made(Some((state, Target::Running))), "{state:?}");
         }
-    }
-
-    #[test]
-    fn why_postgresql_does_not_start_is_told_in_a_sentence() {
-        let told = failed("atoll-postgres start", "LOG: starting\nFATAL: no such thing\n\n");
-        assert_eq!(told.message, "PostgreSQL did not start: FATAL: no such thing");
-        let told = failed("atoll-postgres recover 'then' 'secret'", &"x".repeat(2 * MOST_TOLD));
-        assert_eq!(told.message, format!("PostgreSQL did not recover: {}", "x".repeat(MOST_TOLD)));
-        assert!(!failed("stat -f /", "its own affair").message.contains("own affair"));
-    }
-
-    #[test]
-    fn of_what_a_command_says_only_so_much_is_kept() {
-        let mut said = Vec::new();
-        keep_some(&mut said, b"first");
-        for _ in 0..3 {
-            keep_some(&mut said, &[0; MOST_SAID / 2]);
-        }
-        assert_eq!(said.len(), MOST_SAID);
-        assert!(said.starts_with(b"first"));
     }
 }

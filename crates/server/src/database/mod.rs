@@ -11,6 +11,7 @@ mod requests;
 mod room;
 mod routing;
 mod settings;
+mod starting;
 mod tls;
 
 use std::{
