@@ -33,6 +33,9 @@ pub(super) async fn a_database_is_made_listed_apart_and_kept_with_its_sandbox(ho
     assert_eq!((mine.label.as_str(), &mine.connection), ("notes", &None));
     let text = server.get("/v1/databases").await.text();
     assert!(!text.contains(&connection.password));
+    let metrics = server.get("/metrics").await.text();
+    let is_told = metrics.lines().any(|line| line.starts_with("atoll_database_disk_bytes"));
+    assert!(is_told, "{metrics}");
     let path = format!("/v1/sandboxes/{}", id.sandbox());
     for list in ["/v1/sandboxes", "/v1/machines", "/v1/volumes"] {
         assert!(!server.get(list).await.text().contains(&id.to_string()), "{list}");

@@ -102,9 +102,12 @@ pub(super) async fn a_connection_at_any_moment_of_going_to_sleep_is_answered(hos
     pause(Duration::from_secs(2) + Duration::from_secs(CLOCK_SECONDS.unsigned_abs())).await;
     assert_eq!(listed(client, &id).await, DatabaseStatus::Hibernated);
     let before = OffsetDateTime::now_utc().unix_timestamp();
-    let told = sql(&url, "SELECT floor(extract(epoch FROM clock_timestamp()))::bigint").await;
+    let told: i64 = sql(&url, "SELECT floor(extract(epoch FROM clock_timestamp()))::bigint")
+        .await
+        .parse()
+        .unwrap();
     let after = OffsetDateTime::now_utc().unix_timestamp();
     let right = before - CLOCK_SECONDS..=after + CLOCK_SECONDS;
-    assert!(right.contains(&told.parse().unwrap()), "{told} is not in {right:?}");
+    assert!(right.contains(&told), "{told} is not in {right:?}");
     host.end(server).await;
 }
