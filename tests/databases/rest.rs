@@ -90,7 +90,8 @@ pub(super) async fn a_connection_at_any_moment_of_going_to_sleep_is_answered(hos
     let client = server.client();
     let (id, url) = made_with(client, 1).await;
     sql(&url, "CREATE TABLE kept AS SELECT 7 AS x").await;
-    for wait in (600..=1600).step_by(100).map(Duration::from_millis) {
+    // It begins to sleep after one to two seconds.
+    for wait in (600..=2400).step_by(200).map(Duration::from_millis) {
         pause(wait).await;
         assert_eq!(sql(&url, "SELECT x FROM kept").await, "7", "{wait:?}");
     }
