@@ -20,6 +20,7 @@ suite! {
     logs_are_printed_and_followed,
     keys_are_made_listed_and_revoked,
     volumes_from_create_to_delete,
+    a_database_from_create_to_delete_by_command,
     templates_are_listed,
     every_command_explains_itself,
     a_failure_is_a_sentence_and_a_hint;
@@ -40,10 +41,11 @@ fn atoll<S: AsRef<OsStr>>(server: &Server, arguments: impl IntoIterator<Item = S
 }
 
 async fn output(command: &mut Command) -> Output {
-    tokio::time::timeout(Duration::from_secs(120), command.output())
-        .await
-        .expect("a command ends")
-        .unwrap()
+    output_within(command, Duration::from_secs(120)).await
+}
+
+async fn output_within(command: &mut Command, deadline: Duration) -> Output {
+    tokio::time::timeout(deadline, command.output()).await.expect("a command ends").unwrap()
 }
 
 /// What a command that works prints.
@@ -335,6 +337,40 @@ async fn volumes_from_create_to_delete(host: Host) {
     assert_eq!(printed(&server, ["volume", "delete", &id, "copy"]).await, "");
     let gone = output(&mut atoll(&server, ["volume", "get", "cli"])).await;
     assert_eq!(gone.status.code(), Some(1), "{gone:?}");
+}
+
+async fn a_database_from_create_to_delete_by_command(host: Host) {
+    /// A template that was never used on this host is made first.
+    const MADE: Duration = Duration::from_secs(280);
+    let server = host.server().await;
+    let mut create = atoll(&server, ["db", "create", "--label", "cli", "--idle", "3600"]);
+    let created = output_within(&mut create, MADE).await;
+    assert!(created.status.success(), "{}", String::from_utf8_lossy(&created.stderr));
+    let id = String::from_utf8(created.stdout).unwrap();
+    let id = id.trim();
+    assert!(id.parse::<api::DatabaseId>().is_ok(), "nothing but the id: {id:?}");
+    let table = printed(&server, ["db", "list"]).await;
+    let line = table.lines().find(|line| line.starts_with(id)).unwrap();
+    assert!(line.contains("cli") && line.contains("running"), "{table}");
+    let got: Value =
+        serde_json::from_str(&printed(&server, ["db", "get", id, "--json"]).await).unwrap();
+    assert_eq!((&got["id"], &got["status"]), (&id.into(), &"running".into()));
+    assert_eq!((&got["idle_seconds"], &got["connection_url"]), (&3600.into(), &Value::Null));
+    let url = printed(&server, ["db", "connection", id]).await;
+    assert_eq!(tests::sql(url.trim(), "CREATE TABLE kept AS SELECT 7 AS x").await, "");
+    let asked = printed(&server, ["db", "psql", id, "--", "-Atc", "SELECT x FROM kept"]).await;
+    assert_eq!(asked, "7\n");
+    let clone = printed(&server, ["db", "clone", id, "--label", "copy"]).await;
+    let clone = clone.trim();
+    let asked = printed(&server, ["db", "psql", clone, "--", "-Atc", "SELECT x FROM kept"]).await;
+    assert_eq!(asked, "7\n");
+    assert_eq!(printed(&server, ["db", "delete", id, clone]).await, "");
+    for gone in [&["delete", id][..], &["get", clone], &["psql", id, "--", "-Atc", "SELECT 1"]] {
+        let gone = output(&mut atoll(&server, ["db"].iter().chain(gone))).await;
+        assert_eq!(gone.status.code(), Some(1), "{gone:?}");
+    }
+    let table = printed(&server, ["db", "list"]).await;
+    assert!(!table.contains(id) && !table.contains(clone), "{table}");
 }
 
 async fn templates_are_listed(host: Host) {

@@ -5,10 +5,13 @@ use std::{fs, net::Ipv4Addr, path::Path, time::Duration};
 
 use api::{CloneDatabase, CreateDatabase, Database, DatabaseId, DatabaseStatus};
 use client::Client;
-use tests::{End, Host, ObjectStorage, Options, Server, clock_of, pause, sql, suite, until};
+use tests::{
+    End, Host, ObjectStorage, Options, Server, clock_of, command, pause, sql, suite, until,
+};
 
 suite! {
     a_database_is_made_as_another_was_between_two_commits,
+    after_a_gap_in_the_log_a_new_base_backup_follows,
     backups_go_to_an_object_storage_and_come_back,
     a_store_that_is_away_is_told_of_and_the_database_goes_on;
     soak:
@@ -110,6 +113,33 @@ async fn a_database_is_made_as_another_was_between_two_commits(host: Host) {
     client.delete_database(&then).await.unwrap();
     tests::until("no backups are left", SOON, async || below(&store).is_empty().then_some(()))
         .await;
+    host.end(server).await;
+}
+
+async fn after_a_gap_in_the_log_a_new_base_backup_follows(host: Host) {
+    let server = Server::start().await;
+    let client = server.client();
+    let (id, url) = made(client).await;
+    sql(&url, "CREATE TABLE ledger (entry text)").await;
+    when(client, &id, "the first backup", |database| database.last_backup_at.is_some()).await;
+    let first = client.database(&id).await.unwrap().last_backup_at;
+    let lost = clock_of(&url).await;
+    // As when PostgreSQL has thrown away what nobody fetched for too long.
+    let drop_slot = "setpriv --reuid=postgres --regid=postgres --init-groups \
+                     /usr/lib/postgresql/17/bin/psql -h /run/postgresql -U postgres -Xqc \"SELECT pg_drop_replication_slot('atoll')\" 2>&1";
+    let dropped = client.exec(&id.sandbox(), &command(drop_slot)).await.unwrap();
+    assert_eq!(dropped.exit_code, 0, "{dropped:?}");
+    sql(&url, "INSERT INTO ledger VALUES ('before')").await;
+    when(client, &id, "another backup", |database| database.last_backup_at > first).await;
+    assert_eq!(refusal(client, &id, &lost).await, Some(400));
+    let between = clock_of(&url).await;
+    sql(&url, "INSERT INTO ledger VALUES ('after')").await;
+    let (then, then_url) = as_of(client, &id, &between).await;
+    assert_eq!(sql(&then_url, LEDGER).await, "before");
+    assert_eq!(sql(&url, LEDGER).await, "before after");
+    for id in [id, then] {
+        client.delete_database(&id).await.unwrap();
+    }
     host.end(server).await;
 }
 

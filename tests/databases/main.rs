@@ -13,7 +13,8 @@ use std::{process::Stdio, time::Duration};
 use api::{CreateDatabase, Database, DatabaseConnection, DatabaseId, DatabaseStatus};
 use client::Client;
 use clones::{
-    a_clone_is_its_own_and_its_source_goes_on, a_clone_may_have_another_size,
+    a_clone_is_its_own_and_its_source_goes_on,
+    a_clone_is_made_though_its_source_was_renamed_or_dropped, a_clone_may_have_another_size,
     a_clone_of_a_database_at_rest_leaves_it_at_rest,
     a_clone_whose_machine_dies_at_once_is_made_all_the_same,
 };
@@ -23,17 +24,25 @@ use growth::{
 };
 use making::{
     a_database_is_made_listed_apart_and_kept_with_its_sandbox,
-    a_database_that_cannot_be_is_refused, fifty_databases_leave_nothing_over,
+    a_database_may_be_deleted_at_any_moment_of_its_making, a_database_that_cannot_be_is_refused,
+    fifty_databases_leave_nothing_over,
 };
 use reaching::{
-    a_database_is_reached_at_every_address_of_its_host, databases_with_names_share_one_port,
-    only_its_own_credentials_open_a_database,
+    a_certificate_of_the_operators_is_shown_to_clients,
+    a_database_is_reached_at_every_address_of_its_host,
+    a_sandbox_without_the_internet_reaches_the_databases_it_is_given,
+    databases_with_names_share_one_port, only_its_own_credentials_open_a_database,
     sandboxes_reach_the_databases_of_their_own_account_alone,
     sessions_are_what_they_are_without_a_server_between,
 };
-use rest::an_unused_database_hibernates_and_a_connection_wakes_it;
+use rest::{
+    a_connection_at_any_moment_of_going_to_sleep_is_answered,
+    an_unused_database_hibernates_and_a_connection_wakes_it,
+    whoever_is_connected_keeps_a_database_awake_until_they_go,
+};
 use survival::{
     twenty_deaths_lose_no_commit, what_was_committed_survives_the_death_of_machine_and_server,
+    why_a_database_cannot_be_started_is_told,
 };
 use tests::{command, psql, sql, suite, until};
 use tokio::process::{Child, Command};
@@ -53,6 +62,13 @@ suite! {
     a_disk_grows_and_at_its_limit_writes_are_refused_and_reads_answered,
     a_disk_grows_as_far_as_the_plan_allows,
     databases_with_names_share_one_port,
+    a_clone_is_made_though_its_source_was_renamed_or_dropped,
+    a_database_may_be_deleted_at_any_moment_of_its_making,
+    a_certificate_of_the_operators_is_shown_to_clients,
+    a_sandbox_without_the_internet_reaches_the_databases_it_is_given,
+    whoever_is_connected_keeps_a_database_awake_until_they_go,
+    a_connection_at_any_moment_of_going_to_sleep_is_answered,
+    why_a_database_cannot_be_started_is_told,
     a_database_that_cannot_be_is_refused;
     soak: twenty_deaths_lose_no_commit, fifty_databases_leave_nothing_over,
         a_gigabyte_is_copied_in_and_out,
@@ -76,6 +92,12 @@ async fn made(client: &Client, request: &CreateDatabase) -> Database {
 async fn any(client: &Client) -> (DatabaseId, DatabaseConnection) {
     let database = made(client, &CreateDatabase::default()).await;
     (database.id, database.connection.unwrap())
+}
+
+/// As the list has it, which neither waits nor wakes.
+async fn listed(client: &Client, id: &DatabaseId) -> DatabaseStatus {
+    let all = client.databases().await.unwrap();
+    all.iter().find(|database| database.id == *id).unwrap().status
 }
 
 /// Why it fails.

@@ -1,13 +1,13 @@
 //! Databases that are made, listed and deleted, and those that cannot be.
 
-use std::sync::Arc;
+use std::{fs, sync::Arc, time::Duration};
 
-use api::{CreateDatabase, CreateSandbox, DatabaseStatus};
-use client::Method;
+use api::{CloneDatabase, CreateDatabase, CreateSandbox, DatabaseId, DatabaseStatus};
+use client::{Client, Method};
 use serde_json::{Value, json};
-use tests::{Answer, Host, Server, small, sql};
+use tests::{Answer, Host, Server, pause, small, sql, until};
 
-use super::{any, made, refused};
+use super::{SOON, any, made, refused};
 
 pub(super) async fn a_database_is_made_listed_apart_and_kept_with_its_sandbox(host: Host) {
     let server = host.server().await;
@@ -33,6 +33,9 @@ pub(super) async fn a_database_is_made_listed_apart_and_kept_with_its_sandbox(ho
     assert_eq!((mine.label.as_str(), &mine.connection), ("notes", &None));
     let text = server.get("/v1/databases").await.text();
     assert!(!text.contains(&connection.password));
+    let metrics = server.get("/metrics").await.text();
+    let is_told = metrics.lines().any(|line| line.starts_with("atoll_database_disk_bytes"));
+    assert!(is_told, "{metrics}");
     let path = format!("/v1/sandboxes/{}", id.sandbox());
     for list in ["/v1/sandboxes", "/v1/machines", "/v1/volumes"] {
         assert!(!server.get(list).await.text().contains(&id.to_string()), "{list}");
@@ -44,13 +47,14 @@ pub(super) async fn a_database_is_made_listed_apart_and_kept_with_its_sandbox(ho
     let told = Answer::to(larger.json(&json!({"size_mb": 4096}))).await;
     assert_eq!(told.refusal(), (409, "conflict".to_owned()));
     assert_eq!(server.get(&format!("/v1/volumes/{root}")).await.json()["size_mb"], 2048);
-    for (method, path) in [
-        (Method::DELETE, path.clone()),
-        (Method::DELETE, format!("/v1/machines/{id}")),
-        (Method::PATCH, format!("{path}/lifecycle")),
-        (Method::POST, format!("/v1/databases/{id}/failover")),
+    for (method, path, body) in [
+        (Method::DELETE, path.clone(), json!({})),
+        (Method::DELETE, format!("/v1/machines/{id}"), json!({})),
+        (Method::PATCH, format!("{path}/lifecycle"), json!({"ttl_seconds": 1})),
+        (Method::PATCH, format!("{path}/network"), json!({"deny": []})),
+        (Method::POST, format!("/v1/databases/{id}/failover"), json!({})),
     ] {
-        let request = server.request(method, &path).json(&json!({"ttl_seconds": 1}));
+        let request = server.request(method, &path).json(&body);
         assert_eq!(Answer::to(request).await.refusal(), (409, "conflict".to_owned()), "{path}");
     }
 
@@ -101,6 +105,45 @@ pub(super) async fn a_database_that_cannot_be_is_refused(host: Host) {
     }
     let request = CreateSandbox { databases: Some(vec!["not-an-id".to_owned()]), ..small() };
     assert_eq!(server.client().create_sandbox(&request).await.unwrap_err().status(), Some(404));
+}
+
+/// Whatever of it is under way, which may take longer than an answer.
+async fn delete(client: &Client, id: &DatabaseId) {
+    until("it is deleted", SOON, async || {
+        let Err(error) = client.delete_database(id).await else { return Some(()) };
+        assert!(matches!(error.status(), Some(404 | 503)), "{error}");
+        (error.status() == Some(404)).then_some(())
+    })
+    .await;
+}
+
+pub(super) async fn a_database_may_be_deleted_at_any_moment_of_its_making(host: Host) {
+    let server = Server::start().await;
+    let client = server.client();
+    let (source, connection) = any(client).await;
+    sql(&connection.connection_url, "CREATE TABLE kept AS SELECT 7 AS x").await;
+    for wait in [0, 200, 600, 1500].map(Duration::from_millis) {
+        let half = client.create_database(&CreateDatabase::default()).await.unwrap();
+        pause(wait).await;
+        delete(client, &half.id).await;
+        let half = client.clone_database(&source, &CloneDatabase::default()).await.unwrap();
+        pause(wait).await;
+        delete(client, &half.id).await;
+        assert_eq!(sql(&connection.connection_url, "SELECT x FROM kept").await, "7", "{wait:?}");
+    }
+    let root = client.machine(&source.sandbox()).await.unwrap().root_volume_id.unwrap();
+    let below = |directory: &str| -> Vec<_> {
+        let entries = fs::read_dir(server.data().join(directory)).into_iter().flatten();
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect()
+    };
+    until("nothing of them is left", SOON, async || {
+        let is_so = below("volumes") == [root.to_string()] && below("snapshots").is_empty();
+        is_so.then_some(())
+    })
+    .await;
+    let left = client.databases().await.unwrap();
+    assert_eq!(left.iter().map(|database| database.id).collect::<Vec<_>>(), [source]);
+    host.end(server).await;
 }
 
 pub(super) async fn fifty_databases_leave_nothing_over(host: Host) {

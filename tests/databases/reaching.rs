@@ -2,12 +2,14 @@
 
 use std::process::Stdio;
 
-use api::{CreateDatabase, CreateSandbox, DatabaseConnection, DatabaseId};
+use api::{
+    CreateDatabase, CreateNetwork, CreateSandbox, DatabaseConnection, DatabaseId, DatabaseStatus,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use tests::{Host, Options, Sandbox, Server, command, small, sql, until};
 use tokio::process::Command;
 
-use super::{SOON, any, asleep, refused};
+use super::{SOON, any, asleep, listed, refused};
 
 pub(super) async fn only_its_own_credentials_open_a_database(host: Host) {
     let server = host.server().await;
@@ -113,6 +115,20 @@ pub(super) async fn sandboxes_reach_the_databases_of_their_own_account_alone(hos
     let stolen = CreateSandbox { databases: Some(vec![id.to_string()]), ..small() };
     assert_eq!(other.create_sandbox(&stolen).await.unwrap_err().status(), Some(404));
     other.delete_sandbox(&foreign.id).await.unwrap();
+    client.delete_database(&id).await.unwrap();
+}
+
+pub(super) async fn a_sandbox_without_the_internet_reaches_the_databases_it_is_given(host: Host) {
+    let server = host.server().await;
+    let client = server.client();
+    let (id, connection) = any(client).await;
+    let request = CreateSandbox {
+        databases: Some(vec![id.to_string()]),
+        network: Some(CreateNetwork::Internet(false)),
+        ..small()
+    };
+    let sandbox = host.sandbox_of(&request).await;
+    assert_eq!(first_answer(&sandbox, &connection).await, "R");
     client.delete_database(&id).await.unwrap();
 }
 
@@ -230,9 +246,15 @@ pub(super) async fn databases_with_names_share_one_port(host: Host) {
         "postgresql://atoll:template@{third}.db.example:{}/postgres?sslmode=require&hostaddr={}",
         first.1.port, address
     );
-    while client.database(&third).await.unwrap().connection.is_none() {
+    let mut tries = 0;
+    while listed(client, &third).await == DatabaseStatus::Provisioning {
         refused(&early).await;
+        tries += 1;
     }
+    assert!(tries > 0, "it was made before anybody came");
+    assert_eq!(listed(client, &third).await, DatabaseStatus::Running);
+    let why = refused(&early).await;
+    assert!(why.contains("password"), "{why}");
     client.delete_database(&third).await.unwrap();
 
     for (id, connection) in [&first, &second] {
@@ -265,5 +287,41 @@ pub(super) async fn databases_with_names_share_one_port(host: Host) {
         client.delete_database(&id).await.unwrap();
     }
     client.delete_sandbox(&sandbox).await.unwrap();
+    host.end(server).await;
+}
+
+pub(super) async fn a_certificate_of_the_operators_is_shown_to_clients(host: Host) {
+    let _room = host.room(1).await;
+    let directory = tempfile::tempdir().unwrap();
+    let (certificate, key) =
+        (directory.path().join("certificate.pem"), directory.path().join("key.pem"));
+    let made = Command::new("openssl")
+        .args(["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"])
+        .args(["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"])
+        .arg("-out")
+        .arg(&certificate)
+        .arg("-keyout")
+        .arg(&key)
+        .output();
+    let made = made.await.unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    let environment = vec![
+        ("ATOLL_DATABASES_CERTIFICATE", certificate.display().to_string()),
+        ("ATOLL_DATABASES_KEY", key.display().to_string()),
+        ("ATOLL_DATABASES_HOST", "localhost".to_owned()),
+        ("ATOLL_DATABASES_LISTEN", "127.0.0.1".to_owned()),
+        // No other server's, which would find them taken.
+        ("ATOLL_DATABASES_PORTS", "25000-25999".to_owned()),
+    ];
+    let server = Server::start_with(Options { environment, ..Options::default() }).await;
+    let (id, connection) = any(server.client()).await;
+    assert_eq!((connection.host.as_str(), &connection.ca_certificate), ("localhost", &None));
+    let url = connection.connection_url.as_str();
+    let verified =
+        |url: &str| format!("{url}?sslmode=verify-full&sslrootcert={}", certificate.display());
+    assert_eq!(sql(&verified(url), "SELECT 1").await, "1");
+    let elsewhere = refused(&verified(&url.replace("@localhost:", "@127.0.0.1:"))).await;
+    assert!(elsewhere.contains("certificate"), "{elsewhere}");
+    server.client().delete_database(&id).await.unwrap();
     host.end(server).await;
 }
