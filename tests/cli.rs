@@ -440,7 +440,7 @@ async fn a_failure_is_a_sentence_and_a_hint(host: Host) {
     assert!(said(atoll(&server, list).env("ATOLL_URL", "nonsense")).await.contains("hint: "));
     let unknown =
         said(&mut atoll(&server, ["sandbox", "get", "00000000-0000-4000-8000-000000000000"])).await;
-    assert!(unknown.contains("no sandbox"), "{unknown}");
+    assert!(unknown.contains("sandbox not found"), "{unknown}");
     let neither = said(&mut atoll(&server, ["cp", "/etc/hostname", "/tmp/x"])).await;
     assert!(neither.contains("hint: "), "{neither}");
 }
