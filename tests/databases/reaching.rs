@@ -129,7 +129,12 @@ pub(super) async fn a_sandbox_without_the_internet_reaches_the_databases_it_is_g
     };
     let sandbox = host.sandbox_of(&request).await;
     assert_eq!(first_answer(&sandbox, &connection).await, "R");
-    client.delete_database(&id).await.unwrap();
+    // Another of its account is none of them.
+    let (other, others) = any(client).await;
+    assert_ne!(first_answer(&sandbox, &others).await, "R");
+    for id in [id, other] {
+        client.delete_database(&id).await.unwrap();
+    }
 }
 
 pub(super) async fn sessions_are_what_they_are_without_a_server_between(host: Host) {

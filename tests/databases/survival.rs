@@ -108,7 +108,7 @@ pub(super) async fn what_was_committed_survives_the_death_of_machine_and_server(
 }
 
 pub(super) async fn why_a_database_cannot_be_started_is_told(host: Host) {
-    const REASON: &str = "PostgreSQL did not start";
+    const REASON: &str = "PostgreSQL did not start: FATAL:";
     let server = host.server().await;
     let client = server.client();
     let (id, connection) = any(client).await;
@@ -119,23 +119,24 @@ pub(super) async fn why_a_database_cannot_be_started_is_told(host: Host) {
         assert_eq!(ended.exit_code, 0, "{cmd}: {ended:?}");
     };
     inside(
-        "mv /var/lib/postgresql/data/global /var/lib/postgresql/away && \
+        "mv /var/lib/postgresql/data/pg_wal /var/lib/postgresql/away && \
          { pkill -9 -x postgres; while pgrep -x postgres >/dev/null; do sleep 0.1; done; }",
     )
     .await;
     until("a client is told why", SOON, async || {
         let said = psql(url, "SELECT 1").await;
         assert!(!said.status.success(), "{said:?}");
-        String::from_utf8_lossy(&said.stderr).contains("did not start").then_some(())
+        String::from_utf8_lossy(&said.stderr).contains("cannot be reached now").then_some(())
     })
     .await;
     until("it is told of the database", SOON, async || {
         let database = client.database(&id).await.unwrap();
-        let is_told = database.error.is_some_and(|error| error.contains(REASON));
+        let is_told =
+            database.error.is_some_and(|error| error.contains(REASON) && error.contains("pg_wal"));
         (is_told && database.status == DatabaseStatus::Recovering).then_some(())
     })
     .await;
-    inside("mv /var/lib/postgresql/away /var/lib/postgresql/data/global").await;
+    inside("mv /var/lib/postgresql/away /var/lib/postgresql/data/pg_wal").await;
     until("it answers", SOON, async || {
         let answered = psql(url, "SELECT x FROM kept").await;
         answered.status.success().then(|| assert_eq!(answered.stdout, b"7\n"))

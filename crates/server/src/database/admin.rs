@@ -135,6 +135,8 @@ impl Admin {
         // Ahead of the names by which this is known to be done.
         if !has_database && !self.has_database(&own.database).await? {
             let (database, role) = (&own.database, &origin.role);
+            // It copies one that nobody may be in meanwhile.
+            self.run(END_OTHERS).await?;
             self.run(&format!("CREATE DATABASE {database} OWNER {role}")).await?;
         }
         self.run(&own_credentials(origin, own, has_database)).await

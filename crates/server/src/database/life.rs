@@ -28,6 +28,7 @@ const LOOK_EVERY: Duration = Duration::from_secs(1);
 const MOST_COPIED_BYTES: u64 = 4 << 30;
 /// Between tries to start one again whose machine does not.
 const RECOVERY_PAUSE: Duration = Duration::from_secs(10);
+const LONGEST_RECOVERY_PAUSE: Duration = Duration::from_secs(300);
 /// Whether the machine of an attempt before will do.
 fn is_made(machine: Option<(State, Target)>) -> bool {
     matches!(machine, Some((state, target)) if state != State::Creating && target != Target::Deleted)
@@ -90,10 +91,21 @@ impl Databases {
     /// Its machine may die, and PostgreSQL with it: what was committed is on the disk.
     async fn look_after(self: &Arc<Self>, entry: &Arc<Entry>) {
         let (account, sandbox) = entry.sandbox();
+        let mut pause = RECOVERY_PAUSE;
         loop {
-            let needs_help = match self.sandboxes.state_of(&account, &sandbox) {
-                // It was not brought up, and may recover meanwhile.
-                Some((State::Running, Target::Running)) => entry.look(|row| row.error.is_some()),
+            let state = self.sandboxes.state_of(&account, &sandbox);
+            // It was not brought up, and may recover meanwhile.
+            if matches!(state, Some((State::Running, Target::Running)))
+                && entry.look(|row| row.error.is_some())
+            {
+                if self.look_again(entry).await.is_ok() {
+                    pause = RECOVERY_PAUSE;
+                } else {
+                    sleep(pause).await;
+                    pause = (pause * 2).min(LONGEST_RECOVERY_PAUSE);
+                }
+            }
+            let needs_help = match state {
                 Some((State::Failed, target)) => target != Target::Deleted,
                 // Of one that shall never sleep, somebody else's doing.
                 Some((State::Hibernated | State::Stopped, target)) => {
@@ -123,7 +135,7 @@ impl Databases {
                 sleep(LOOK_EVERY).await;
                 continue;
             }
-            if let Err(error) = self.bring_up(entry).await {
+            if let Err(error) = self.look_again(entry).await {
                 tracing::error!(database = %entry.id(), %error, cause = error.causes(), "a change of passwords has not come to its end");
                 sleep(RECOVERY_PAUSE).await;
                 continue;

@@ -135,7 +135,9 @@ impl Databases {
         let IpAddr::V4(address) = from.to_canonical() else { return true };
         match self.sandboxes.visitor(address) {
             Visitor::Other => true,
-            Visitor::Sandbox(account) => entry.look(|row| row.account == account),
+            Visitor::Sandbox { account, only } => entry.look(|row| {
+                row.account == account && only.is_none_or(|only| only.contains(&row.id))
+            }),
             Visitor::Gone => false,
         }
     }
@@ -170,8 +172,9 @@ impl Databases {
             Ok(begun) => begun,
             Err(error) => {
                 tracing::warn!(database = %entry.id(), %error, cause = error.causes(), "a database cannot be reached");
-                let message = format!("the database cannot be reached now: {}", error.message);
-                return refuse(client, CANNOT_CONNECT_NOW, &message).await;
+                // Why is for those alone who have a key.
+                let message = "the database cannot be reached now; its `error` in GET /v1/databases/{id} says why";
+                return refuse(client, CANNOT_CONNECT_NOW, message).await;
             }
         };
         let (account, sandbox) = entry.sandbox();

@@ -13,7 +13,7 @@ use super::{
 use crate::{
     Error,
     db::DatabaseRow,
-    sandbox::{ExecEvent, State},
+    sandbox::{ExecEvent, State, Target},
 };
 
 /// From a running machine to PostgreSQL that takes connections. A recovery that takes longer goes on meanwhile.
@@ -25,8 +25,9 @@ const UP_AGAIN: Duration = Duration::from_secs(10);
 const UP_PAUSE: Duration = Duration::from_millis(100);
 /// Of what a command says: the guest is its tenant's.
 const MOST_SAID: usize = 64 << 10;
-/// Characters of a reason.
+/// Characters of a reason, and of what is logged with it.
 const MOST_TOLD: usize = 300;
+const MOST_LOGGED: usize = 2000;
 /// What is done to PostgreSQL from outside of it; see `templates/postgres.toml`.
 const SCRIPT: &str = "atoll-postgres ";
 
@@ -41,10 +42,13 @@ fn failed(command: &str, said: &str) -> Error {
         return Error::internal(format!("`{command}` failed in a database: {said}"));
     };
     let verb = verb.split(' ').next().unwrap_or_default();
-    let last =
-        said.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or("no reason told");
-    let why: String = last.chars().take(MOST_TOLD).collect();
-    Error::busy(format!("PostgreSQL did not {verb}: {why}"), 5).because(said.to_owned())
+    // Its lines begin with a time, and may be followed by statements, which are nobody's affair.
+    let last = |level: &str| said.lines().rev().find_map(|line| Some(&line[line.find(level)?..]));
+    let why = last("PANIC: ").or_else(|| last("FATAL: ")).unwrap_or("its log does not say why");
+    let why: String = why.chars().take(MOST_TOLD).collect();
+    let tail: String = said.chars().rev().take(MOST_LOGGED).collect();
+    Error::busy(format!("PostgreSQL did not {verb}: {why}"), 5)
+        .because(tail.chars().rev().collect::<String>())
 }
 
 impl Databases {
@@ -93,6 +97,30 @@ impl Databases {
         let _turn = entry.turn.lock().await;
         let (account, sandbox) = entry.sandbox();
         let _in_use = self.sandboxes.keep_running(&account, &sandbox).await?;
+        self.find_up(entry).await
+    }
+
+    /// Another look at one whose machine runs, which it neither starts nor keeps from hibernating afterwards.
+    pub(super) async fn look_again(&self, entry: &Entry) -> Result<(), Error> {
+        let _turn = entry.turn.lock().await;
+        let (account, sandbox) = entry.sandbox();
+        let _in_use = self.sandboxes.unnoticed_use_of(&account, &sandbox)?;
+        let outcome = self.find_up(entry).await;
+        let runs = matches!(
+            self.sandboxes.state_of(&account, &sandbox),
+            Some((State::Running, Target::Running))
+        );
+        if let Err(error) = outcome.as_ref()
+            && runs
+        {
+            entry.change(|row| row.error = Some(error.message.clone()));
+        }
+        outcome
+    }
+
+    /// Waits until PostgreSQL takes connections, for as long as its machine runs.
+    async fn find_up(&self, entry: &Entry) -> Result<(), Error> {
+        let (account, sandbox) = entry.sandbox();
         tokio::select! {
             admin = self.admin(entry) => drop(admin?),
             () = self.sandboxes.machine_end(&account, &sandbox) => {
@@ -246,10 +274,15 @@ mod tests {
 
     #[test]
     fn why_postgresql_does_not_start_is_told_in_a_sentence() {
-        let told = failed("atoll-postgres start", "LOG: starting\nFATAL: no such thing\n\n");
-        assert_eq!(told.message, "PostgreSQL did not start: FATAL: no such thing");
-        let told = failed("atoll-postgres recover 'then' 'secret'", &"x".repeat(2 * MOST_TOLD));
-        assert_eq!(told.message, format!("PostgreSQL did not recover: {}", "x".repeat(MOST_TOLD)));
+        let log = "HINT:  elsewhere\n2026-11-30 12:00:00 UTC [7] FATAL:  no such thing\n\
+                   2026-11-30 12:00:00 UTC [7] STATEMENT:  CREATE ROLE x PASSWORD 'secret'\n\n";
+        let told = failed("atoll-postgres start", log);
+        assert_eq!(told.message, "PostgreSQL did not start: FATAL:  no such thing");
+        let long = format!("PANIC: {}", "x".repeat(2 * MOST_LOGGED));
+        let told = failed("atoll-postgres recover 'then' 'secret'", &long).message;
+        assert!(told.starts_with("PostgreSQL did not recover: PANIC: xxx"), "{told}");
+        assert!(told.len() < MOST_TOLD + 50, "{told}");
+        assert!(failed("atoll-postgres start", "").message.contains("does not say why"));
         assert!(!failed("stat -f /", "its own affair").message.contains("own affair"));
     }
 

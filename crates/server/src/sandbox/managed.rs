@@ -7,7 +7,9 @@ use std::{
     sync::{Arc, PoisonError, RwLock},
 };
 
-use api::{AccountId, CreateSandbox, DatabaseId, ErrorCode, SandboxId, SnapshotId, VolumeId};
+use api::{
+    AccountId, CreateSandbox, DatabaseId, Egress, ErrorCode, SandboxId, SnapshotId, VolumeId,
+};
 use tokio::net::TcpStream;
 
 use super::{
@@ -30,7 +32,11 @@ const MOST_DATABASES: usize = 16;
 pub(crate) enum Visitor {
     /// No sandbox of this server: the host, or somebody from its network.
     Other,
-    Sandbox(AccountId),
+    Sandbox {
+        account: AccountId,
+        /// Where it has no more of the network than these.
+        only: Option<Vec<DatabaseId>>,
+    },
     /// From a sandbox's address, at which there is none any longer.
     Gone,
 }
@@ -274,7 +280,12 @@ impl Sandboxes {
             entry.look(|row| row.slot == Some(slot))
                 || locked(&entry.inside).as_ref().is_some_and(|inside| inside.address == address)
         });
-        found.map_or(Visitor::Gone, |entry| Visitor::Sandbox(entry.look(|row| row.account.clone())))
+        found.map_or(Visitor::Gone, |entry| {
+            entry.look(|row| Visitor::Sandbox {
+                account: row.account.clone(),
+                only: (row.network.egress == Egress::None).then(|| row.databases.clone()),
+            })
+        })
     }
 
     /// Where sandboxes reach the server.

@@ -32,6 +32,8 @@ const LONGEST_LOG: usize = 10_000;
 const MOST_LOGS: usize = 100;
 /// Queued and running, of all accounts.
 const MOST_UNFINISHED: usize = 16;
+/// The same, of one account: a build may take an hour.
+const MOST_OF_ACCOUNT: usize = 4;
 
 /// Bakes of builds at once, of all accounts: each is a machine whose recipe says how long it runs.
 const MOST_BAKES: usize = 4;
@@ -75,7 +77,7 @@ impl Default for Builds {
 }
 
 impl Builds {
-    /// An account's builds go one after another: they take nobody else's place, and the last of a name has it in the end.
+    /// Of an account's builds; each that has not ended has a copy of it.
     fn turn_of(&self, account: &AccountId) -> Arc<AsyncMutex<()>> {
         let mut turns = self.of_accounts.lock().unwrap_or_else(PoisonError::into_inner);
         turns.retain(|_, turn| Arc::strong_count(turn) > 1);
@@ -168,6 +170,13 @@ impl Templates {
                 Source::Tar(archive, Size { disk_mb, ..TAR_SIZE })
             }
         };
+        let of_account = self.builds.turn_of(account);
+        if Arc::strong_count(&of_account) > 1 + MOST_OF_ACCOUNT {
+            let message = format!(
+                "{MOST_OF_ACCOUNT} template builds of this account have not ended; try again when one has"
+            );
+            return Err(Error::busy(message, 30));
+        }
         let place = Arc::clone(&self.builds.unfinished).try_acquire_owned().map_err(|_| {
             Error::busy("too many template builds wait already; try again when one has ended", 30)
         })?;
@@ -194,6 +203,8 @@ impl Templates {
         let shown = show(&row);
         let templates = Arc::clone(self);
         tokio::spawn(async move {
+            // They go one after another: the last of a name has it in the end.
+            let _turn = of_account.lock().await;
             templates.run_build(row, source, &log).await;
             log.end();
             drop(place);
@@ -229,8 +240,6 @@ impl Templates {
         source: Source,
         log: &Arc<Log>,
     ) -> Result<(), Error> {
-        let of_account = self.builds.turn_of(&row.account);
-        let _until_it_is_done = of_account.lock().await;
         let turn = self.builds.turn.acquire().await.map_err(Error::internal)?;
         row.status = BuildStatus::Running;
         row.started_at = Some(self.clock.now_ms());
@@ -258,6 +267,7 @@ impl Templates {
             created_at: self.clock.now_ms(),
         };
         self.db.put_template(&template).await?;
+        // The files of what had the name before stay: another server of this cache may name them.
         let mut own = self.own.write().unwrap_or_else(PoisonError::into_inner);
         own.insert((row.account.clone(), row.name.clone()), template);
         Ok(())
