@@ -91,21 +91,22 @@ impl Databases {
     /// Its machine may die, and PostgreSQL with it: what was committed is on the disk.
     async fn look_after(self: &Arc<Self>, entry: &Arc<Entry>) {
         let (account, sandbox) = entry.sandbox();
-        let mut pause = RECOVERY_PAUSE;
+        let (mut pause, mut next_look) = (RECOVERY_PAUSE, Instant::now());
         loop {
-            let state = self.sandboxes.state_of(&account, &sandbox);
+            let state = || self.sandboxes.state_of(&account, &sandbox);
             // It was not brought up, and may recover meanwhile.
-            if matches!(state, Some((State::Running, Target::Running)))
-                && entry.look(|row| row.error.is_some())
+            if !matches!(state(), Some((State::Running, Target::Running)))
+                || entry.look(|row| row.error.is_none())
             {
-                if self.look_again(entry).await.is_ok() {
-                    pause = RECOVERY_PAUSE;
-                } else {
-                    sleep(pause).await;
-                    pause = (pause * 2).min(LONGEST_RECOVERY_PAUSE);
-                }
+                (pause, next_look) = (RECOVERY_PAUSE, Instant::now());
+            } else if next_look <= Instant::now()
+                && let Err(error) = self.look_again(entry).await
+            {
+                tracing::warn!(database = %entry.id(), %error, "a database is not up yet");
+                next_look = Instant::now() + pause;
+                pause = (pause * 2).min(LONGEST_RECOVERY_PAUSE);
             }
-            let needs_help = match state {
+            let needs_help = match state() {
                 Some((State::Failed, target)) => target != Target::Deleted,
                 // Of one that shall never sleep, somebody else's doing.
                 Some((State::Hibernated | State::Stopped, target)) => {

@@ -25,6 +25,11 @@ const UP_AGAIN: Duration = Duration::from_secs(10);
 const UP_PAUSE: Duration = Duration::from_millis(100);
 /// Of what a command says: the guest is its tenant's.
 const MOST_SAID: usize = 64 << 10;
+const LEVELS: [&str; 2] = ["PANIC: ", "FATAL: "];
+/// What else may say why the script failed.
+const TOOLS: [&str; 5] = ["pg_", "cat: ", "install: ", "mount: ", "mv: "];
+/// Said of one that starts or recovers.
+const NOT_YET: &str = "PostgreSQL does not take connections yet";
 /// Characters of a reason, and of what is logged with it.
 const MOST_TOLD: usize = 300;
 const MOST_LOGGED: usize = 2000;
@@ -36,15 +41,19 @@ fn keep_some(said: &mut Vec<u8>, bytes: &[u8]) {
     said.extend_from_slice(&bytes[..bytes.len().min(room)]);
 }
 
+/// PostgreSQL's lines begin with a time, and may be followed by statements, which are nobody's affair.
+fn reason(line: &str) -> Option<&str> {
+    let of_postgres = LEVELS.iter().find_map(|level| Some(&line[line.find(level)?..]));
+    of_postgres.or_else(|| TOOLS.iter().any(|tool| line.starts_with(tool)).then_some(line))
+}
+
 /// To be shown to whoever has the database: its guest is theirs.
 fn failed(command: &str, said: &str) -> Error {
     let Some(verb) = command.strip_prefix(SCRIPT) else {
         return Error::internal(format!("`{command}` failed in a database: {said}"));
     };
     let verb = verb.split(' ').next().unwrap_or_default();
-    // Its lines begin with a time, and may be followed by statements, which are nobody's affair.
-    let last = |level: &str| said.lines().rev().find_map(|line| Some(&line[line.find(level)?..]));
-    let why = last("PANIC: ").or_else(|| last("FATAL: ")).unwrap_or("its log does not say why");
+    let why = said.lines().rev().find_map(reason).unwrap_or("its log does not say why");
     let why: String = why.chars().take(MOST_TOLD).collect();
     let tail: String = said.chars().rev().take(MOST_LOGGED).collect();
     Error::busy(format!("PostgreSQL did not {verb}: {why}"), 5)
@@ -106,6 +115,10 @@ impl Databases {
         let (account, sandbox) = entry.sandbox();
         let _in_use = self.sandboxes.unnoticed_use_of(&account, &sandbox)?;
         let outcome = self.find_up(entry).await;
+        if outcome.as_ref().is_err_and(|error| error.message == NOT_YET) {
+            // It recovers: that comes to its end before anything hibernates.
+            drop(self.sandboxes.use_of(&account, &sandbox)?);
+        }
         let runs = matches!(
             self.sandboxes.state_of(&account, &sandbox),
             Some((State::Running, Target::Running))
@@ -168,7 +181,7 @@ impl Databases {
                 ));
             }
             if Instant::now() > until {
-                return Err(Error::busy("PostgreSQL does not take connections yet", 5));
+                return Err(Error::busy(NOT_YET, 5));
             }
             sleep(UP_PAUSE).await;
         }
@@ -194,7 +207,7 @@ impl Databases {
         match timeout(UP_DEADLINE, started).await {
             Ok(started) => started.map(drop),
             // It goes on by itself.
-            Err(_) => Err(Error::busy("PostgreSQL does not take connections yet", 5)),
+            Err(_) => Err(Error::busy(NOT_YET, 5)),
         }
     }
 
@@ -278,6 +291,9 @@ mod tests {
                    2026-11-30 12:00:00 UTC [7] STATEMENT:  CREATE ROLE x PASSWORD 'secret'\n\n";
         let told = failed("atoll-postgres start", log);
         assert_eq!(told.message, "PostgreSQL did not start: FATAL:  no such thing");
+        let told =
+            failed("atoll-postgres recover 'then'", "x\npg_verifybackup: error: it differs\ny");
+        assert_eq!(told.message, "PostgreSQL did not recover: pg_verifybackup: error: it differs");
         let long = format!("PANIC: {}", "x".repeat(2 * MOST_LOGGED));
         let told = failed("atoll-postgres recover 'then' 'secret'", &long).message;
         assert!(told.starts_with("PostgreSQL did not recover: PANIC: xxx"), "{told}");

@@ -77,11 +77,12 @@ impl Default for Builds {
 }
 
 impl Builds {
-    /// Of an account's builds; each that has not ended has a copy of it.
-    fn turn_of(&self, account: &AccountId) -> Arc<AsyncMutex<()>> {
+    /// Of an account's builds; each that has not ended has a copy of it. `None`: too many have not.
+    fn turn_of(&self, account: &AccountId) -> Option<Arc<AsyncMutex<()>>> {
         let mut turns = self.of_accounts.lock().unwrap_or_else(PoisonError::into_inner);
         turns.retain(|_, turn| Arc::strong_count(turn) > 1);
-        Arc::clone(turns.entry(account.clone()).or_default())
+        let turn = turns.entry(account.clone()).or_default();
+        (Arc::strong_count(turn) <= MOST_OF_ACCOUNT).then(|| Arc::clone(turn))
     }
 }
 
@@ -170,13 +171,12 @@ impl Templates {
                 Source::Tar(archive, Size { disk_mb, ..TAR_SIZE })
             }
         };
-        let of_account = self.builds.turn_of(account);
-        if Arc::strong_count(&of_account) > 1 + MOST_OF_ACCOUNT {
+        let of_account = self.builds.turn_of(account).ok_or_else(|| {
             let message = format!(
                 "{MOST_OF_ACCOUNT} template builds of this account have not ended; try again when one has"
             );
-            return Err(Error::busy(message, 30));
-        }
+            Error::busy(message, 30)
+        })?;
         let place = Arc::clone(&self.builds.unfinished).try_acquire_owned().map_err(|_| {
             Error::busy("too many template builds wait already; try again when one has ended", 30)
         })?;
@@ -385,6 +385,18 @@ fn show(row: &BuildRow) -> Build {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_account_has_but_so_many_builds_that_have_not_ended() {
+        let builds = Builds::default();
+        let [one, other]: [AccountId; 2] = ["one", "other"].map(|name| name.parse().unwrap());
+        let mut begun: Vec<_> =
+            (0..MOST_OF_ACCOUNT).map(|_| builds.turn_of(&one).unwrap()).collect();
+        assert!(builds.turn_of(&one).is_none());
+        assert!(builds.turn_of(&other).is_some());
+        begun.pop();
+        assert!(builds.turn_of(&one).is_some());
+    }
 
     #[tokio::test]
     async fn a_log_is_read_to_its_end_by_whoever_comes_when() {
