@@ -126,7 +126,7 @@ async fn asleep(url: &str) -> Child {
 async fn is_whole(client: &Client, id: &DatabaseId) {
     let cmd = "setpriv --reuid=postgres --regid=postgres --init-groups \
                /usr/lib/postgresql/17/bin/pg_amcheck -h /run/postgresql -U postgres --all --install-missing --heapallindexed 2>&1";
-    let request = api::ExecRequest { timeout_seconds: Some(120.0), ..command(cmd) };
+    let request = api::ExecRequest { timeout_seconds: Some(600.0), ..command(cmd) };
     let checked = client.exec(&id.sandbox(), &request).await.unwrap();
     assert_eq!((checked.exit_code, checked.stdout.as_str()), (0, ""));
 }

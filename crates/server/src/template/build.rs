@@ -33,7 +33,7 @@ const MOST_LOGS: usize = 100;
 /// Queued and running, of all accounts.
 const MOST_UNFINISHED: usize = 16;
 /// The same, of one account: a build may take an hour.
-const MOST_OF_ACCOUNT: usize = 4;
+const MOST_OF_ACCOUNT: usize = 8;
 
 /// Bakes of builds at once, of all accounts: each is a machine whose recipe says how long it runs.
 const MOST_BAKES: usize = 4;
