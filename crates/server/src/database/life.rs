@@ -93,11 +93,8 @@ impl Databases {
         let (account, sandbox) = entry.sandbox();
         let (mut pause, mut next_look) = (RECOVERY_PAUSE, Instant::now());
         loop {
-            let state = || self.sandboxes.state_of(&account, &sandbox);
             // It was not brought up, and may recover meanwhile.
-            if !matches!(state(), Some((State::Running, Target::Running)))
-                || entry.look(|row| row.error.is_none())
-            {
+            if !self.runs(entry) || entry.look(|row| row.error.is_none()) {
                 (pause, next_look) = (RECOVERY_PAUSE, Instant::now());
             } else if next_look <= Instant::now()
                 && let Err(error) = self.look_again(entry).await
@@ -106,7 +103,7 @@ impl Databases {
                 next_look = Instant::now() + pause;
                 pause = (pause * 2).min(LONGEST_RECOVERY_PAUSE);
             }
-            let needs_help = match state() {
+            let needs_help = match self.sandboxes.state_of(&account, &sandbox) {
                 Some((State::Failed, target)) => target != Target::Deleted,
                 // Of one that shall never sleep, somebody else's doing.
                 Some((State::Hibernated | State::Stopped, target)) => {
@@ -129,9 +126,7 @@ impl Databases {
         while row.wait_for(DatabaseRow::is_unsettled).await.is_ok() {
             // Whoever is just changing them.
             drop(entry.turn.lock().await);
-            let (account, sandbox) = entry.sandbox();
-            let state = self.sandboxes.state_of(&account, &sandbox);
-            if !matches!(state, Some((State::Running, Target::Running))) {
+            if !self.runs(entry) {
                 // Whoever wakes it brings it up.
                 sleep(LOOK_EVERY).await;
                 continue;

@@ -17,7 +17,7 @@ mod tls;
 use std::{
     collections::HashMap,
     net::IpAddr,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, atomic::AtomicBool},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
     time::Duration,
 };
 
@@ -44,7 +44,7 @@ use crate::{
     clock::Clock,
     db::{DatabaseRow, Db},
     keys::Caller,
-    sandbox::Sandboxes,
+    sandbox::{Sandboxes, State, Target},
 };
 
 /// Of PostgreSQL in its guest.
@@ -106,8 +106,6 @@ pub(crate) struct Entry {
     turn: AsyncMutex<()>,
     /// Held by whoever brings it up: when they began last, and why that failed if it did.
     brought_up: AsyncMutex<Option<(Instant, Option<String>)>>,
-    /// Somebody wakes it behind an answer.
-    is_waking: AtomicBool,
     /// Held while the row is written.
     writing: AsyncMutex<()>,
     /// Where the clients of its sessions are, each once for each session.
@@ -150,7 +148,6 @@ impl Entry {
             row: watch::Sender::new(row),
             turn: AsyncMutex::new(()),
             brought_up: AsyncMutex::default(),
-            is_waking: AtomicBool::new(false),
             writing: AsyncMutex::new(()),
             visitors: Mutex::default(),
             short_of: Mutex::default(),
@@ -308,6 +305,12 @@ impl Databases {
     fn insert(&self, entry: &Arc<Entry>) {
         let mut entries = self.entries.write().unwrap_or_else(PoisonError::into_inner);
         entries.insert(entry.id(), Arc::clone(entry));
+    }
+
+    /// Its machine, and shall go on.
+    fn runs(&self, entry: &Entry) -> bool {
+        let (account, sandbox) = entry.sandbox();
+        self.sandboxes.state_of(&account, &sandbox) == Some((State::Running, Target::Running))
     }
 
     fn all(&self) -> Vec<Arc<Entry>> {

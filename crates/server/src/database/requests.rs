@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{Arc, PoisonError},
     time::Duration,
 };
 
@@ -209,13 +209,13 @@ impl Databases {
         let entry = self.find(account, id)?;
         // What it says when there is none.
         self.connection(account, id)?;
-        if !entry.is_waking.swap(true, Ordering::AcqRel) {
+        // Whoever is bringing it up does so for this one, too.
+        if entry.brought_up.try_lock().is_ok() {
             let (databases, woken) = (Arc::clone(self), Arc::clone(&entry));
             self.tasks.spawn(async move {
                 if let Err(error) = databases.bring_up(&woken).await {
                     tracing::warn!(database = %woken.id(), %error, cause = error.causes(), "a database does not wake");
                 }
-                woken.is_waking.store(false, Ordering::Release);
             });
         }
         Ok(self.shown(&entry, Secrets::Withheld))

@@ -2,7 +2,6 @@
 
 use std::{io, pin::pin, sync::Arc, time::Duration};
 
-use api::ExecRequest;
 use futures::poll;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -10,11 +9,7 @@ use super::{
     DatabaseState, Databases, Entry,
     admin::{Admin, Refused},
 };
-use crate::{
-    Error,
-    db::DatabaseRow,
-    sandbox::{ExecEvent, State, Target},
-};
+use crate::{Error, db::DatabaseRow, sandbox::State};
 
 /// From a running machine to PostgreSQL that takes connections. A recovery that takes longer goes on meanwhile.
 const UP_DEADLINE: Duration = Duration::from_secs(300);
@@ -35,11 +30,6 @@ const MOST_TOLD: usize = 300;
 const MOST_LOGGED: usize = 2000;
 /// What is done to PostgreSQL from outside of it; see `templates/postgres.toml`.
 const SCRIPT: &str = "atoll-postgres ";
-
-fn keep_some(said: &mut Vec<u8>, bytes: &[u8]) {
-    let room = MOST_SAID.saturating_sub(said.len());
-    said.extend_from_slice(&bytes[..bytes.len().min(room)]);
-}
 
 /// PostgreSQL's lines begin with a time, and may be followed by statements, which are nobody's affair.
 fn reason(line: &str) -> Option<&str> {
@@ -119,12 +109,8 @@ impl Databases {
             // It recovers: that comes to its end before anything hibernates.
             drop(self.sandboxes.use_of(&account, &sandbox)?);
         }
-        let runs = matches!(
-            self.sandboxes.state_of(&account, &sandbox),
-            Some((State::Running, Target::Running))
-        );
         if let Err(error) = outcome.as_ref()
-            && runs
+            && self.runs(entry)
         {
             entry.change(|row| row.error = Some(error.message.clone()));
         }
@@ -224,26 +210,10 @@ impl Databases {
     ) -> Result<String, Error> {
         let (account, sandbox) = entry.sandbox();
         let inside = self.sandboxes.inside_now(&account, &sandbox)?;
-        let request = ExecRequest {
-            cmd: command.to_owned(),
-            timeout_seconds: Some(deadline.as_secs_f64()),
-            ..ExecRequest::default()
-        };
-        let mut watch = inside.start_exec(request).await?;
-        let mut said = Vec::new();
-        while let Some(event) = watch.next().await {
-            match event? {
-                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => keep_some(&mut said, &bytes),
-                ExecEvent::Ended(status) => {
-                    let said = String::from_utf8_lossy(&said).into_owned();
-                    if status.exit_code == Some(0) {
-                        return Ok(said);
-                    }
-                    return Err(failed(command, &said));
-                }
-            }
+        match inside.run_to_end(command, deadline, MOST_SAID).await? {
+            (Some(0), said) => Ok(said),
+            (_, said) => Err(failed(command, &said)),
         }
-        Err(Error::internal(format!("`{command}` was not seen to end in a database")))
     }
 
     pub(super) async fn renew(self: &Arc<Self>, entry: &Arc<Entry>) -> Result<(), Error> {
@@ -300,16 +270,5 @@ mod tests {
         assert!(told.len() < MOST_TOLD + 50, "{told}");
         assert!(failed("atoll-postgres start", "").message.contains("does not say why"));
         assert!(!failed("stat -f /", "its own affair").message.contains("own affair"));
-    }
-
-    #[test]
-    fn of_what_a_command_says_only_so_much_is_kept() {
-        let mut said = Vec::new();
-        keep_some(&mut said, b"first");
-        for _ in 0..3 {
-            keep_some(&mut said, &[0; MOST_SAID / 2]);
-        }
-        assert_eq!(said.len(), MOST_SAID);
-        assert!(said.starts_with(b"first"));
     }
 }

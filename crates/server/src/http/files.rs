@@ -7,8 +7,7 @@ use std::{
 
 use api::{DirListing, FileEntry, FileKind, FileWritten};
 use axum::{
-    body::Body,
-    body::BodyDataStream,
+    body::{Body, BodyDataStream},
     extract::State,
     response::{IntoResponse, Response},
 };

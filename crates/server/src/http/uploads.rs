@@ -8,8 +8,7 @@ use std::{
 
 use api::{BeginUpload, CompleteUpload, FileWritten, UploadList, UploadParts};
 use axum::{
-    body::Body,
-    body::BodyDataStream,
+    body::{Body, BodyDataStream},
     extract::State,
     response::{IntoResponse, Response},
 };

@@ -2,7 +2,6 @@
 
 use std::{fs::File, sync::Arc, time::Duration};
 
-use api::ExecRequest;
 use machine::{
     Accelerator, Boot, Hypervisor, Machine, MachineSpec, Place, PowerOn, RootDisk, Shape,
     VolumeDisk,
@@ -16,7 +15,7 @@ use store::{
     template::Template,
 };
 
-use super::{Running, exec::ExecEvent, saved::SavedMachine, site::Sites};
+use super::{Running, saved::SavedMachine, site::Sites};
 use crate::{Error, blocking::blocking, shared_work::SharedWork};
 
 /// A create waits so long for its size to be baked: the clients give up after 30 s.
@@ -311,29 +310,11 @@ pub(super) async fn warm_up(guest: &Guest, script: &str) -> Result<(), Error> {
         execs: None,
         in_use: None,
     };
-    let request = ExecRequest {
-        cmd: script.to_owned(),
-        timeout_seconds: Some(WARM_UP_DEADLINE.as_secs_f64()),
-        ..ExecRequest::default()
-    };
-    let mut watch = inside.start_exec(request).await?;
-    let mut output = Vec::new();
-    while let Some(event) = watch.next().await {
-        match event? {
-            ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => {
-                let room = WARM_UP_OUTPUT.saturating_sub(output.len());
-                output.extend_from_slice(&bytes[..bytes.len().min(room)]);
-            }
-            ExecEvent::Ended(status) if status.exit_code == Some(0) => return Ok(()),
-            ExecEvent::Ended(status) => {
-                let output = String::from_utf8_lossy(&output);
-                return Err(Error::internal(format!(
-                    "the warm-up `{script}` ended with {:?}: {}",
-                    status.exit_code,
-                    output.trim()
-                )));
-            }
-        }
+    match inside.run_to_end(script, WARM_UP_DEADLINE, WARM_UP_OUTPUT).await? {
+        (Some(0), _) => Ok(()),
+        (exit_code, said) => Err(Error::internal(format!(
+            "the warm-up `{script}` ended with {exit_code:?}: {}",
+            said.trim()
+        ))),
     }
-    Err(Error::internal(format!("the warm-up `{script}` did not end")))
 }

@@ -29,6 +29,11 @@ const START_DEADLINE: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(60);
 const STDIN_PIECE: usize = 32 << 10;
 
+fn keep_some(said: &mut Vec<u8>, bytes: &[u8], most: usize) {
+    let room = most.saturating_sub(said.len());
+    said.extend_from_slice(&bytes[..bytes.len().min(room)]);
+}
+
 /// One thing that happened to a command.
 #[derive(Debug)]
 pub enum ExecEvent {
@@ -158,6 +163,36 @@ impl Running {
             Ok(outcome) => outcome.map(|()| watch),
             Err(_) => Err(NotStarted::Uncertain(machine::Error::Silent.into())),
         }
+    }
+
+    /// Runs a command on the server's own behalf: what it exits with, and the first `most` bytes of what it says.
+    ///
+    /// # Errors
+    /// As [`Running::start_exec`]; its end is not seen.
+    pub(crate) async fn run_to_end(
+        &self,
+        cmd: &str,
+        deadline: Duration,
+        most: usize,
+    ) -> Result<(Option<i32>, String), Error> {
+        let request = ExecRequest {
+            cmd: cmd.to_owned(),
+            timeout_seconds: Some(deadline.as_secs_f64()),
+            ..ExecRequest::default()
+        };
+        let mut watch = self.start_exec(request).await?;
+        let mut said = Vec::new();
+        while let Some(event) = watch.next().await {
+            match event? {
+                ExecEvent::Stdout(bytes) | ExecEvent::Stderr(bytes) => {
+                    keep_some(&mut said, &bytes, most);
+                }
+                ExecEvent::Ended(status) => {
+                    return Ok((status.exit_code, String::from_utf8_lossy(&said).into_owned()));
+                }
+            }
+        }
+        Err(Error::internal(format!("`{cmd}` was not seen to end")))
     }
 }
 
@@ -415,6 +450,18 @@ mod tests {
 
     fn map(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
         pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+    }
+
+    #[test]
+    fn of_what_a_command_says_only_so_much_is_kept() {
+        const MOST: usize = 64 << 10;
+        let mut said = Vec::new();
+        keep_some(&mut said, b"first", MOST);
+        for _ in 0..3 {
+            keep_some(&mut said, &[0; MOST / 2], MOST);
+        }
+        assert_eq!(said.len(), MOST);
+        assert!(said.starts_with(b"first"));
     }
 
     #[test]
